@@ -1,0 +1,99 @@
+"""What an engine asks of a model: the two roles, as Protocols. A backend implements one or both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from duodecoding.core import Choose
+from duodecoding.sampling import Row
+from duodecoding.tree import PassNode
+from duodecoding.types import SamplingParams
+
+
+class Vocabulary(Protocol):
+    """Text <-> token ids, and what the file says about both."""
+
+    size: int
+    end_tokens: frozenset[int]  # any of them ends the answer
+    chat_template: str | None
+    bos_text: str
+    eos_text: str
+
+    def tokenize(self, text: str, *, special: bool, bos: bool) -> list[int]:
+        """`special`: names of control tokens in the text become those tokens. `bos`: begin of text, where the model wants it."""
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token, which may be half a character. Control tokens are empty."""
+        ...
+
+    def texts(self) -> list[str]:
+        """The raw text of every token, for comparing two vocabularies."""
+        ...
+
+
+class Conversation(Protocol):
+    """A context that a target works on: its tokens, parameters and place in the KV cache."""
+
+    tokens: list[int]  # committed
+    reused: int  # tokens of the prompt that were in the KV cache already
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Append to the committed tokens and put the KV cache right."""
+        ...
+
+
+class Target(Protocol):
+    """The model whose answer it is."""
+
+    vocabulary: Vocabulary
+    context: int  # most tokens a conversation may have
+
+    def open(self, prompt: Sequence[int], params: SamplingParams) -> Conversation:
+        """Start an answer. Nothing is computed yet: the first pass reads the prompt."""
+        ...
+
+    def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
+        """One pass over each conversation's root and guesses (and committed tokens not read so far)."""
+        ...
+
+    def abort(self) -> None:
+        """Make a running pass stop early with `Interrupted`. Callable from a signal handler or another thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Leaf(NamedTuple):
+    """A node to expand: decode `token` after `parent`. The root (no parent) decodes whatever is committed and not read yet."""
+
+    key: int
+    parent: int | None
+    token: int
+    position: int
+
+
+class Draft(Protocol):
+    """The model that guesses."""
+
+    vocabulary: Vocabulary
+    context: int
+
+    def open(self, prompt: Sequence[int]) -> None:
+        """Start on a new context, keeping the KV cache of the common prefix."""
+        ...
+
+    def read(self) -> bool:
+        """Read one chunk of committed tokens that are not in the KV cache yet. False: all but the root are there."""
+        ...
+
+    def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
+        """One step: the logits after each leaf. A leaf's parent was expanded before (or is the root)."""
+        ...
+
+    def commit(self, tokens: Sequence[int], path: Sequence[int], alive: Sequence[int]) -> None:
+        """`path`: keys of the expanded nodes that `tokens` begin with. `alive`: expanded nodes still in the tree. Drop the rest."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,463 @@
+"""llama.cpp in both roles, through llama-cpp-python's low-level API. No other module touches that API.
+
+Exactness rests on two facts about llama.cpp's CPU flash attention, both checked by tests. It walks the cells of the KV cache in
+order and skips masked ones, so a tree pass gives the logits of a linear decode bit for bit as long as the committed tokens lie
+in the cache in their own order. And it changes its algorithm with the shape of the batch when K and V have the same float type;
+K in BF16 beside V in F16 keeps it on one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp as C
+import numpy as np
+
+from duodecoding.backends.base import Conversation, Leaf, Vocabulary
+from duodecoding.core import Choose
+from duodecoding.errors import BackendFailure, Interrupted, ModelUnreadable, UsageError
+from duodecoding.sampling import Choice, Row, Sampler
+from duodecoding.tree import ROOT, PassNode
+from duodecoding.types import SamplingParams
+
+BATCH = 512  # tokens per llama_decode at most
+TREE_ROOM = 256  # cells beyond the context, for guesses
+MAX_SEQUENCES = 128  # paths that one tree can have; llama.cpp allows 256
+TYPE_F16, TYPE_BF16 = 1, 30
+ABORTED = 2  # llama_decode's return value
+LOG_ERROR = 4
+
+_log_tail: list[str] = []
+
+
+@C.llama_log_callback  # type: ignore[untyped-decorator]
+def _keep_errors(level: int, text: bytes, _user: object) -> None:
+    if level >= LOG_ERROR:
+        _log_tail.append(text.decode("utf-8", "replace").strip())
+        del _log_tail[:-8]
+
+
+def _start() -> None:
+    C.llama_log_set(_keep_errors, ctypes.c_void_p(0))
+    C.llama_backend_init()
+
+
+def _last_error(otherwise: str) -> str:
+    lines = [line.split(": ", 1)[-1] for line in _log_tail if line and "failed to load model" not in line]
+    return lines[0] if lines else otherwise
+
+
+def supports_gpu() -> bool:
+    return bool(C.llama_supports_gpu_offload())
+
+
+def physical_cores() -> int:
+    """Cores this process may use, hyper-threads counted once."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    siblings = set()
+    for cpu in allowed:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings.add(path.read_text().strip() if path.exists() else str(cpu))
+    return max(1, len(siblings))
+
+
+class LlamaVocabulary:
+    def __init__(self, model: Any) -> None:
+        self._vocab = C.llama_model_get_vocab(model)
+        self.size = int(C.llama_vocab_n_tokens(self._vocab))
+        self.end_tokens = frozenset(t for t in range(self.size) if C.llama_vocab_is_eog(self._vocab, t))
+        template = C.llama_model_chat_template(model, None)
+        self.chat_template = template.decode("utf-8", "replace") if template else None
+        self.bos_text = self._text(C.llama_vocab_bos(self._vocab))
+        self.eos_text = self._text(C.llama_vocab_eos(self._vocab))
+        self._pieces: dict[int, bytes] = {}
+
+    def _text(self, token: int) -> str:
+        return C.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace") if 0 <= token < self.size else ""
+
+    def texts(self) -> list[str]:
+        return [self._text(token) for token in range(self.size)]
+
+    def tokenize(self, text: str, *, special: bool, bos: bool) -> list[int]:
+        data = text.encode("utf-8")
+        room = len(data) + 8
+        out = (C.llama_token * room)()
+        count = C.llama_tokenize(self._vocab, data, len(data), out, room, bos, special)
+        if count < 0:
+            out = (C.llama_token * -count)()
+            count = C.llama_tokenize(self._vocab, data, len(data), out, -count, bos, special)
+        return list(out[:count])
+
+    def piece(self, token: int) -> bytes:
+        known = self._pieces.get(token)
+        if known is None:
+            buffer = ctypes.create_string_buffer(64)
+            size = C.llama_token_to_piece(self._vocab, token, buffer, 64, 0, False)
+            if size < 0:
+                buffer = ctypes.create_string_buffer(-size)
+                size = C.llama_token_to_piece(self._vocab, token, buffer, -size, 0, False)
+            known = self._pieces[token] = buffer.raw[: max(0, size)]
+        return known
+
+
+class LlamaModel:
+    """A GGUF file in memory. `vocabulary_only` reads everything but the weights."""
+
+    def __init__(self, path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False) -> None:
+        _start()
+        _log_tail.clear()
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = 10_000 if gpu_layers < 0 else gpu_layers
+        params.vocab_only = vocabulary_only
+        self.path, self.gpu_layers = path, gpu_layers
+        self.handle = C.llama_model_load_from_file(os.fsencode(path), params)
+        if not self.handle:
+            raise ModelUnreadable(
+                f"cannot load {path}", _last_error("llama.cpp gave no reason"), "Get the file again or choose another."
+            )
+        self.vocabulary = LlamaVocabulary(self.handle)
+        self.trained_context = int(C.llama_model_n_ctx_train(self.handle))
+
+    def check_can_roll_back(self) -> None:
+        if (
+            C.llama_model_is_recurrent(self.handle)
+            or C.llama_model_is_hybrid(self.handle)
+            or C.llama_model_has_encoder(self.handle)
+        ):
+            raise ModelUnreadable(
+                f"cannot serve {self.path.name}", "its state cannot be rolled back to an earlier token, which guessing needs"
+            )
+
+    def close(self) -> None:
+        if self.handle:
+            C.llama_model_free(self.handle)
+            self.handle = None
+
+
+class _Context:
+    """A llama_context with one unified KV cache, and a batch whose arrays numpy can fill."""
+
+    def __init__(self, model: LlamaModel, context: int, threads: int, *, exact: bool) -> None:
+        params = C.llama_context_default_params()
+        params.n_ctx = context + TREE_ROOM
+        params.n_batch = params.n_ubatch = BATCH
+        params.n_seq_max = MAX_SEQUENCES
+        params.kv_unified = True
+        params.n_threads = params.n_threads_batch = threads or physical_cores()
+        params.flash_attn_type = C.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.no_perf = True
+        if exact and model.gpu_layers == 0:
+            params.type_k, params.type_v = TYPE_BF16, TYPE_F16
+        self.handle = C.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            raise BackendFailure(
+                f"cannot make a context of {context} tokens for {model.path.name}",
+                _last_error("out of memory?"),
+                "Lower --ctx-size.",
+            )
+        self.memory = C.llama_get_memory(self.handle)
+        self.vocab_size = model.vocabulary.size
+        self._stop = ctypes.create_string_buffer(2)
+        self._set_abort_callback()
+        self._make_batch()
+
+    def _set_abort_callback(self) -> None:
+        # llama.cpp asks after every operation of the graph. A Python callback would take the interpreter's lock a thousand
+        # times a pass; strlen needs no Python and is false while the string is empty.
+        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value or 0
+        self._callback = C.ggml_abort_callback(strlen)
+        C.llama_set_abort_callback(self.handle, self._callback, ctypes.cast(self._stop, ctypes.c_void_p))
+
+    def _make_batch(self) -> None:
+        self._tokens = np.zeros(BATCH, np.int32)
+        self._positions = np.zeros(BATCH, np.int32)
+        self._counts = np.zeros(BATCH, np.int32)
+        self._sequences = np.zeros((BATCH, MAX_SEQUENCES), np.int32)
+        self._outputs = np.zeros(BATCH, np.int8)
+        pointer = ctypes.POINTER(ctypes.c_int32)
+        rows = [self._sequences[i : i + 1].ctypes.data_as(pointer) for i in range(BATCH)]
+        self._rows = (pointer * BATCH)(*rows)
+        self._batch = C.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(pointer),
+            embd=None,
+            pos=self._positions.ctypes.data_as(pointer),
+            n_seq_id=self._counts.ctypes.data_as(pointer),
+            seq_id=self._rows,
+            logits=self._outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]], outputs: int) -> None:
+        """One pass. Logits are kept for the last `outputs` tokens."""
+        n = len(tokens)
+        self._tokens[:n] = tokens
+        self._positions[:n] = positions
+        for i, ids in enumerate(sequences):
+            self._counts[i] = len(ids)
+            self._sequences[i, : len(ids)] = ids
+        self._outputs[:n] = 0
+        self._outputs[n - outputs : n] = 1
+        self._batch.n_tokens = n
+        self._n_outputs = outputs
+        code = C.llama_decode(self.handle, self._batch)
+        if code == ABORTED:
+            self._stop[0] = b"\0"
+            raise Interrupted("the pass was stopped")
+        if code != 0:
+            raise BackendFailure(f"llama.cpp could not decode {n} tokens", _last_error(f"code {code}"))
+
+    def logits(self) -> Row:
+        """The kept logits, (outputs, vocab). A view: the next pass overwrites it."""
+        pointer = C.llama_get_logits(self.handle)
+        return np.ctypeslib.as_array(pointer, (self._n_outputs, self.vocab_size))
+
+    def abort(self) -> None:
+        self._stop[0] = b"\1"
+
+    def copy(self, source: int, to: int, end: int) -> None:
+        C.llama_memory_seq_cp(self.memory, source, to, -1, end)
+
+    def cut(self, sequence: int, start: int) -> None:
+        C.llama_memory_seq_rm(self.memory, sequence, start, -1)
+
+    def keep_only(self, sequence: int) -> None:
+        C.llama_memory_seq_keep(self.memory, sequence)
+
+    def close(self) -> None:
+        if self.handle:
+            C.llama_free(self.handle)
+            self.handle = None
+
+
+def _usable_context(model: LlamaModel, wanted: int) -> int:
+    return min(wanted, model.trained_context) if model.trained_context > 0 else wanted
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def paths_of(nodes: Sequence[PassNode]) -> list[list[int]]:
+    """For each node the sequences it belongs to, one for every leaf below it. The first leaf's path is sequence 0."""
+    parents = {node.parent for node in nodes}
+    sequences: list[list[int]] = [[] for _ in nodes]
+    leaves = [i for i in range(len(nodes)) if i not in parents]
+    for number, leaf in enumerate(leaves):
+        i = leaf
+        while i != ROOT:
+            sequences[i].append(number)
+            i = nodes[i].parent
+    return sequences
+
+
+class LlamaConversation:
+    def __init__(self, target: LlamaTarget, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.tokens = list(prompt)
+        self.sampler = Sampler(params, prompt, target.vocabulary.size)
+        self.cached = 0  # committed tokens in the KV cache, always the first ones and in order
+        self.reused = 0
+        self.nodes: Sequence[PassNode] = ()  # of the pass that waits for its commit
+        self._target = target
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self.sampler.commit(tokens)
+        kept = 0
+        # The front of the pass lies right behind the committed cells: what was accepted of it may stay where it is.
+        while kept < min(len(tokens), len(self.nodes)) and self.nodes[kept] == PassNode(kept - 1, tokens[kept]):
+            kept += 1
+        self.cached = len(self.tokens) + kept
+        self.tokens.extend(tokens)
+        self.nodes = ()
+        self._target.trim(self)
+
+
+class LlamaTarget:
+    """The model whose answer it is. One conversation at a time owns the KV cache; another one takes over what they share."""
+
+    def __init__(self, model: LlamaModel, *, context: int, threads: int = 0) -> None:
+        model.check_can_roll_back()
+        self.model = model
+        self.vocabulary: Vocabulary = model.vocabulary
+        self.context = _usable_context(model, context)
+        self._context = _Context(model, self.context, threads, exact=True)
+        self._owner: LlamaConversation | None = None
+
+    def open(self, prompt: Sequence[int], params: SamplingParams) -> LlamaConversation:
+        conversation = LlamaConversation(self, prompt, params)
+        self._attach(conversation)
+        conversation.reused = conversation.cached
+        return conversation
+
+    def _attach(self, conversation: LlamaConversation) -> None:
+        if self._owner is conversation:
+            return
+        held = self._owner.tokens[: self._owner.cached] if self._owner is not None else []
+        conversation.cached = min(_common(held, conversation.tokens), len(conversation.tokens) - 1)
+        if self._owner is not None:
+            self._owner.cached = 0
+        self._owner = conversation
+        self.trim(conversation)
+
+    def trim(self, conversation: LlamaConversation) -> None:
+        """Leave the committed tokens of this conversation in the cache and nothing else."""
+        if self._owner is conversation:
+            self._context.cut(0, conversation.cached)
+            self._context.keep_only(0)
+
+    def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
+        if len(work) != 1:
+            raise UsageError(f"{len(work)} conversations in one pass", "llama.cpp serves one at a time here")
+        conversation, nodes = work[0]
+        if not isinstance(conversation, LlamaConversation):
+            raise UsageError("this conversation belongs to another backend")
+        return [self._pass(conversation, nodes)]
+
+    def _pass(self, conversation: LlamaConversation, nodes: Sequence[PassNode]) -> Choose:
+        self._attach(conversation)
+        try:
+            self._read_ahead(conversation, room=len(nodes))
+            self._decode_tree(conversation, nodes)
+        except BaseException:
+            self.trim(conversation)
+            raise
+        conversation.nodes = nodes
+        rows = self._context.logits()
+        depth = [0] * len(nodes)
+        for i, node in enumerate(nodes):
+            depth[i] = 1 if node.parent == ROOT else depth[node.parent] + 1
+
+        def choose(i: int) -> Choice:
+            path: list[int] = []
+            below = 0 if i == ROOT else depth[i]
+            at = i
+            while at != ROOT:
+                path.append(nodes[at].token)
+                at = nodes[at].parent
+            return conversation.sampler.choose(rows[i + 1], len(conversation.tokens) + below, path)
+
+        return choose
+
+    def _read_ahead(self, conversation: LlamaConversation, room: int) -> None:
+        """Decode committed tokens without logits until the rest fits into one pass with `room` guesses."""
+        while len(conversation.tokens) - conversation.cached > BATCH - room:
+            start = conversation.cached
+            chunk = conversation.tokens[start : min(start + BATCH, len(conversation.tokens) - 1)]
+            self._context.decode(chunk, range(start, start + len(chunk)), [(0,)] * len(chunk), outputs=0)
+            conversation.cached += len(chunk)
+
+    def _decode_tree(self, conversation: LlamaConversation, nodes: Sequence[PassNode]) -> None:
+        start, end = conversation.cached, len(conversation.tokens)
+        paths = paths_of(nodes)
+        every = sorted({sequence for ids in paths for sequence in ids}) or [0]
+        if len(every) > MAX_SEQUENCES:
+            raise UsageError(f"a tree with {len(every)} paths", f"llama.cpp verifies at most {MAX_SEQUENCES} at once")
+        for sequence in every[1:]:
+            self._context.copy(0, sequence, start)
+        positions = list(range(start, end))
+        for node in nodes:
+            positions.append(end if node.parent == ROOT else positions[end - start + node.parent] + 1)
+        tokens = conversation.tokens[start:] + [node.token for node in nodes]
+        self._context.decode(tokens, positions, [every] * (end - start) + paths, outputs=1 + len(nodes))
+
+    def abort(self) -> None:
+        self._context.abort()
+
+    def close(self) -> None:
+        self._context.close()
+        self.model.close()
+
+
+class LlamaDraft:
+    """The model that guesses. Every path of expanded nodes has a sequence; a fork copies the cells' names, not the cells."""
+
+    def __init__(self, model: LlamaModel, *, context: int, threads: int = 0) -> None:
+        model.check_can_roll_back()
+        self.model = model
+        self.vocabulary: Vocabulary = model.vocabulary
+        self.context = _usable_context(model, context)
+        self._context = _Context(model, self.context, threads, exact=False)
+        self._tokens: list[int] = []
+        self._cached = 0  # committed tokens in the KV cache
+        self._trunk = 0  # the sequence that holds them
+        self._sequence: dict[int, int] = {}  # expanded node -> its path's sequence
+        self._end = {self._trunk: 0}  # sequence -> position behind its last cell
+        self._free = list(range(1, MAX_SEQUENCES))
+
+    def open(self, prompt: Sequence[int]) -> None:
+        self._cached = min(_common(self._tokens[: self._cached], prompt), len(prompt) - 1)
+        self._tokens = list(prompt)
+        self._sequence.clear()
+        self._drop_sequences()
+
+    def read(self) -> bool:
+        start = self._cached
+        chunk = self._tokens[start : min(start + BATCH // 2, len(self._tokens) - 1)]
+        if not chunk:
+            return False
+        self._context.decode(chunk, range(start, start + len(chunk)), [(self._trunk,)] * len(chunk), outputs=0)
+        self._cached += len(chunk)
+        self._end[self._trunk] = self._cached
+        return self._cached < len(self._tokens) - 1
+
+    def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
+        while len(self._tokens) - self._cached > BATCH // 2:
+            self.read()
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[tuple[int]] = []
+        ordered = sorted(leaves, key=lambda leaf: leaf.parent is not None)  # the root's tokens first: outputs stay at the end
+        for leaf in ordered:
+            if leaf.parent is None:
+                new, sequence, start = self._tokens[self._cached :], self._trunk, self._cached
+                self._cached = len(self._tokens)
+            else:
+                new, sequence, start = [leaf.token], self._place(leaf, leaf.parent), leaf.position
+            self._sequence[leaf.key] = sequence
+            self._end[sequence] = start + len(new)
+            tokens += new
+            positions += range(start, start + len(new))
+            sequences += [(sequence,)] * len(new)
+        self._context.decode(tokens, positions, sequences, outputs=len(leaves))
+        rows = self._context.logits()
+        row_of = {leaf.key: rows[i] for i, leaf in enumerate(ordered)}
+        return [row_of[leaf.key] for leaf in leaves]
+
+    def _place(self, leaf: Leaf, parent: int) -> int:
+        """The sequence for a node: its parent's if that ends there, else a new one forked off."""
+        sequence = self._sequence[parent]
+        if self._end[sequence] == leaf.position:
+            return sequence
+        fork = self._free.pop()
+        self._context.copy(sequence, fork, leaf.position)
+        return fork
+
+    def commit(self, tokens: Sequence[int], path: Sequence[int], alive: Sequence[int]) -> None:
+        if path:
+            self._trunk = self._sequence[path[-1]]
+            self._cached += len(path)
+        self._tokens.extend(tokens)
+        kept = [*alive, path[-1]] if path and len(path) == len(tokens) else alive
+        self._sequence = {key: self._sequence[key] for key in kept}
+        self._drop_sequences()
+
+    def _drop_sequences(self) -> None:
+        """Forget the paths that no expanded node is on. What lies behind the committed tokens of a bare trunk is dead too."""
+        used = set(self._sequence.values())
+        for sequence in set(self._end) - used - {self._trunk}:
+            self._context.cut(sequence, -1)
+            del self._end[sequence]
+            self._free.append(sequence)
+        if self._trunk not in used:
+            self._context.cut(self._trunk, self._cached)
+            self._end[self._trunk] = self._cached
+
+    def close(self) -> None:
+        self._context.close()
+        self.model.close()

@@ -1,0 +1,161 @@
+"""DuoCore: the state machine of one answer. Events in, work out; no threads, no clocks, no I/O.
+
+A driver asks `step` what to do, does it, and reports back with `nodes_arrived` or `verdict_arrived`. Which driver, which draft
+and when its guesses come decide how fast the answer is, never what it is: tokens enter the answer only from a verdict.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from duodecoding.sampling import Choice
+from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
+from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, Source
+
+# The target's token after node i of a pass (ROOT: after the root). Asked only along the accepted path.
+Choose = Callable[[int], Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """Work for the draft: one step, `width` leaves."""
+
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Work for the target: one pass over the root and these guesses."""
+
+    nodes: tuple[Node, ...]
+    guesses: tuple[PassNode, ...]
+
+
+class Verdict(NamedTuple):
+    """What a round found: the guesses that were right, and the target's token after the root and after each of them."""
+
+    accepted: tuple[int, ...]  # indices into the pass
+    choices: tuple[Choice, ...]  # one more than accepted; the last is the target's own next token, the bonus
+
+
+class Committed(NamedTuple):
+    """A token that is now part of the answer."""
+
+    token: int
+    source: Source
+    logprob: float
+
+
+def walk(guesses: Sequence[PassNode], choose: Choose) -> Verdict:
+    """The acceptance rule: take the target's token; if it was guessed here, go down to that guess, else stop."""
+    child = {(guess.parent, guess.token): i for i, guess in enumerate(guesses)}
+    accepted: list[int] = []
+    choices = [choose(ROOT)]
+    at = child.get((ROOT, choices[0].token))
+    while at is not None:
+        accepted.append(at)
+        choices.append(choose(at))
+        at = child.get((at, choices[-1].token))
+    return Verdict(tuple(accepted), tuple(choices))
+
+
+class DuoCore:
+    """One answer: the tree, the tokens so far, and whether it has ended."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        config: EngineConfig,
+        *,
+        context: int,
+        end_tokens: frozenset[int] = frozenset(),
+        stop: Callable[[int], bool] = lambda token: False,
+        drafts: bool = True,
+    ) -> None:
+        """`stop` sees every token of the answer once, in order, and says whether the text ends there. `drafts`: is there a
+        draft that can be asked to expand; guesses may arrive without one."""
+        self.tree = TokenTree(prompt)
+        self.answer: list[Committed] = []
+        self.finish_reason: FinishReason | None = None
+        self.rounds = self.drafted = self.verified = self.accepted = 0
+        self.accepted_by_source: Counter[Source] = Counter()
+        self._config = config
+        self._end_tokens = frozenset() if params.ignore_eos else end_tokens
+        self._stop = stop
+        self._room = min(params.max_tokens, context - len(prompt))  # tokens the answer may still get
+        self.uses_drafts = config.mode is not Mode.OFF
+        self._drafts = drafts and self.uses_drafts
+        self._steps_left = self._steps_per_round()
+
+    def _steps_per_round(self) -> int:
+        return self._config.draft_length if self._drafts else 0
+
+    def step(self) -> Expand | Verify | None:
+        """What to do now. None: the answer is complete."""
+        if self.finish_reason is not None:
+            return None
+        if self._steps_left > 0 and self._room > 1:
+            self._steps_left -= 1
+            return Expand(1 if self._config.mode is Mode.CHAIN else self._config.draft_width)
+        nodes = self._selection()
+        return Verify(tuple(nodes), as_pass(nodes))
+
+    def _selection(self) -> list[Node]:
+        """The guesses worth a place in the pass. One that lies beyond the answer's last possible token is not."""
+        config = self._config
+        if config.mode is Mode.OFF:
+            return []
+        if config.mode is Mode.CHAIN:
+            nodes = self.tree.likeliest_path(config.draft_length)
+        else:
+            nodes = likeliest_first(self.tree.select(config.max_nodes))
+        last = self.tree.position + self._room - 1
+        return [node for node in nodes if node.position <= last]
+
+    def nodes_arrived(self, proposals: Iterable[Proposal]) -> None:
+        """Guesses from any drafter, at any time. None for this round: there is nothing more to draft."""
+        grown = 0
+        for proposal in proposals:
+            self.tree.add(proposal)
+            grown += 1
+        self.drafted += grown
+
+    def draft_exhausted(self) -> None:
+        """The draft has nothing to add in this round."""
+        self._steps_left = 0
+
+    def verdict_arrived(self, work: Verify, verdict: Verdict) -> list[Committed]:
+        """Commit what the target said. Returns the tokens that the answer gained, the last one possibly its end."""
+        sources = [work.nodes[i].source for i in verdict.accepted] + [Source.TARGET]
+        gained: list[Committed] = []
+        for choice, source in zip(verdict.choices, sources, strict=True):
+            gained.append(Committed(choice.token, source, choice.logprob))
+            self._room -= 1
+            self.finish_reason = self._end(choice.token)
+            if self.finish_reason is not None:
+                break
+        self._count(work, gained)
+        self.answer += gained
+        self.tree.commit([committed.token for committed in gained])
+        self._steps_left = self._steps_per_round()
+        return gained
+
+    def _end(self, token: int) -> FinishReason | None:
+        if token in self._end_tokens or self._stop(token):
+            return "stop"
+        return "length" if self._room <= 0 else None
+
+    def _count(self, work: Verify, gained: Sequence[Committed]) -> None:
+        guessed = [committed.source for committed in gained if committed.source is not Source.TARGET]
+        self.rounds += 1
+        self.verified += len(work.nodes)
+        self.accepted += len(guessed)
+        self.accepted_by_source.update(guessed)
+
+    def cancel(self) -> None:
+        if self.finish_reason is None:
+            self.finish_reason = "cancelled"

@@ -1,0 +1,279 @@
+"""LLM: load a pair, generate, stream, chat. The Python front door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from duodecoding import backends, models
+from duodecoding.backends.base import Target
+from duodecoding.core import Committed, DuoCore
+from duodecoding.drafters.lookup import LookupDrafter
+from duodecoding.drafters.model import ModelDrafter
+from duodecoding.errors import ContextOverflow, Interrupted, UsageError
+from duodecoding.realtime import Drafters, Meter, take_turns
+from duodecoding.text import Detokenizer, StopStrings, check_pair, render_chat
+from duodecoding.types import EngineConfig, Mode, Result, SamplingParams, Stats, Token
+
+Message = Mapping[str, str]
+Progress = Callable[[str, float], None]  # what is being done, share done
+
+
+class LLM:
+    """A target with its drafters, ready to answer. One answer at a time.
+
+    >>> with LLM("smollm2-135m", draft="lookup") as llm:  # doctest: +SKIP
+    ...     print(llm.chat([{"role": "user", "content": "Hello"}]).text)
+    """
+
+    def __init__(self, model: str | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
+        """`settings` are the fields of `EngineConfig`: draft, mode, ctx_size, threads, …"""
+        known = EngineConfig.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise UsageError(f"unknown setting {name!r}", f"the settings are {', '.join(known)}")
+        chosen = settings if model is None else {"model": model, **settings}
+        self._load(EngineConfig(**chosen), progress or (lambda what, share: None))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress: Progress | None = None) -> Self:
+        llm = cls.__new__(cls)
+        llm._load(config, progress or (lambda what, share: None))
+        return llm
+
+    @classmethod
+    def of(cls, target: Target, drafters: Drafters, config: EngineConfig) -> Self:
+        """Around models that are loaded already."""
+        llm = cls.__new__(cls)
+        llm._assemble(target, drafters, config, model_name="target", draft_name=None)
+        return llm
+
+    def _load(self, config: EngineConfig, progress: Progress) -> None:
+        file = models.resolve(config.model, offline=config.offline)
+        draft_name = _draft_name(config)
+        draft_file = None
+        if draft_name not in (None, "lookup"):
+            draft_file = models.resolve(str(draft_name), offline=config.offline)
+            progress(f"comparing the vocabularies of {file.name} and {draft_file.name}", 0.0)
+            pair = (backends.read_vocabulary(file.path), backends.read_vocabulary(draft_file.path))
+            check_pair(*pair, target_name=file.name, draft_name=draft_file.name)
+        progress(f"loading {file.name}", 0.1)
+        target = backends.load_target(file.path, config)
+        drafters = Drafters()
+        try:
+            if draft_file is not None:
+                progress(f"loading {draft_file.name}", 0.7)
+                branching = 1 if config.mode is Mode.CHAIN else 4
+                draft = backends.load_draft(draft_file.path, config)
+                drafters.model = ModelDrafter(draft, branching=branching, limit=target.vocabulary.size)
+            elif draft_name == "lookup":
+                drafters.lookup = LookupDrafter()
+        except BaseException:
+            target.close()
+            raise
+        self._assemble(target, drafters, config, file.name, draft_file.name if draft_file else draft_name)
+        progress("ready", 1.0)
+
+    def _assemble(self, target: Target, drafters: Drafters, config: EngineConfig, model_name: str, draft_name: str | None) -> None:
+        self.config = config
+        self.model_name, self.draft_name = model_name, draft_name
+        self.context = target.context
+        self.vocabulary = target.vocabulary
+        self._target, self._drafters = target, drafters
+        self._stream: Stream | None = None
+        self._closed = False
+
+    @property
+    def speculation(self) -> str:
+        """ "on", or "off" and why."""
+        if self.config.mode is Mode.OFF:
+            return "off: the mode is off"
+        if self._drafters.model is None and self._drafters.lookup is None:
+            return "off: there is no draft"
+        return "on"
+
+    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Result:
+        """Continue a text (or token ids) as it is, without a chat template."""
+        return self.stream(prompt, params).run()
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
+        """The same, token by token. Close it to stop early."""
+        ids = self.vocabulary.tokenize(prompt, special=True, bos=True) if isinstance(prompt, str) else list(prompt)
+        return self._answer(ids, params or SamplingParams())
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Result:
+        """Answer the last of `messages` ({"role", "content"}) through the model's chat template."""
+        return self.stream_chat(messages, params).run()
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Stream:
+        vocabulary = self.vocabulary
+        text = render_chat(
+            vocabulary.chat_template, messages, bos=vocabulary.bos_text, eos=vocabulary.eos_text, model=self.model_name
+        )
+        has_bos = bool(vocabulary.bos_text) and text.startswith(vocabulary.bos_text)
+        return self._answer(vocabulary.tokenize(text, special=True, bos=not has_bos), params or SamplingParams())
+
+    def _answer(self, prompt: list[int], params: SamplingParams) -> Stream:
+        if self._closed:
+            raise UsageError("this LLM is closed")
+        if self._stream is not None and self._stream.running:
+            raise UsageError("another answer is still running", "one LLM gives one answer at a time", "Finish or close its stream.")
+        self._check_prompt(prompt)
+        self._stream = Stream(self._target, self._drafters, self.config, self.speculation, prompt, params)
+        return self._stream
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise UsageError("the prompt is empty")
+        bad = [token for token in prompt if not 0 <= token < self.vocabulary.size]
+        if bad:
+            raise UsageError(f"the prompt has token id {bad[0]}", f"ids go from 0 to {self.vocabulary.size - 1}")
+        if len(prompt) >= self.context:
+            raise ContextOverflow(len(prompt), self.context - 1, self.context)
+
+    def abort(self) -> None:
+        """Stop the running answer as soon as possible. Callable from a signal handler or another thread."""
+        if self._stream is not None and self._stream.running:
+            self._stream.cancelled = True
+            self._target.abort()
+
+    def close(self) -> None:
+        if not self._closed:
+            if self._stream is not None:
+                self._stream.close()
+            self._drafters.close()
+            self._target.close()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _draft_name(config: EngineConfig) -> str | None:
+    if config.mode is Mode.OFF or config.draft == "none":
+        return None
+    if config.draft == "auto":
+        return models.default_draft(config.model) or "lookup"
+    return config.draft
+
+
+class _Reader:
+    """Turns the answer's tokens into text as the core commits them, and tells it where a stop string ends the answer."""
+
+    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(piece)
+        self._stops = StopStrings(stops)
+        self._stopped = False
+        self.texts: list[str] = []  # of each token since the last `take`
+
+    def __call__(self, token: int) -> bool:
+        text, self._stopped = self._stops.feed(self._detokenizer.feed(token))
+        self.texts.append(text)
+        return self._stopped
+
+    def take(self, count: int, *, last: bool) -> list[str]:
+        """Texts of the last `count` tokens. An end token has none; the last token gets what was held back."""
+        texts = self.texts + [""] * (count - len(self.texts))
+        self.texts = []
+        if last and not self._stopped and texts:
+            more, stopped = self._stops.feed(self._detokenizer.flush())
+            texts[-1] += more if stopped else more + self._stops.flush()
+        return texts
+
+
+class Stream:
+    """An answer under way: iterate over its tokens, close it to stop early, `result` once it has ended."""
+
+    def __init__(
+        self, target: Target, drafters: Drafters, config: EngineConfig, speculation: str, prompt: list[int], params: SamplingParams
+    ) -> None:
+        self.running, self.cancelled = True, False
+        self._tokens: list[Token] = []
+        self._mode, self._speculation = config.mode, speculation
+        self._prompt_tokens = len(prompt)
+        self._reader = _Reader(target.vocabulary.piece, params.stop)
+        self._core = DuoCore(
+            prompt,
+            params,
+            config,
+            context=target.context,
+            end_tokens=target.vocabulary.end_tokens,
+            stop=self._reader,
+            drafts=drafters.model is not None,
+        )
+        self._meter = Meter()
+        self._reused = 0
+        self._rounds = self._run(target, drafters, prompt, params)
+
+    def _run(self, target: Target, drafters: Drafters, prompt: list[int], params: SamplingParams) -> Iterator[Token]:
+        core, meter = self._core, self._meter
+        try:
+            conversation = target.open(prompt, params)
+            self._reused = conversation.reused
+            if core.uses_drafts:
+                drafters.open(prompt, params)
+            for gained in take_turns(core, target, conversation, drafters, meter):
+                yield from self._read(gained)
+                if self.cancelled:
+                    break
+        except Interrupted:
+            pass
+        finally:
+            core.cancel()
+            meter.finish()
+            self.running = False
+
+    def _read(self, gained: Sequence[Committed]) -> Iterator[Token]:
+        texts = self._reader.take(len(gained), last=self._core.finish_reason is not None)
+        tokens = [Token(c.token, text, c.source, c.logprob) for c, text in zip(gained, texts, strict=True)]
+        self._tokens += tokens  # all of the round, also if the reader stops in its middle
+        yield from tokens
+
+    def __iter__(self) -> Iterator[Token]:
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._rounds)
+
+    def close(self) -> None:
+        """Stop here. What was said so far stays in `result`."""
+        self._rounds.close()  # type: ignore[attr-defined]
+        self._core.cancel()
+        self.running = False
+
+    def run(self) -> Result:
+        for _ in self:
+            pass
+        return self.result
+
+    @property
+    def result(self) -> Result:
+        if self.running:
+            raise UsageError("the answer is not complete", fix="Iterate to the end or close the stream first.")
+        text = "".join(token.text for token in self._tokens)
+        assert self._core.finish_reason is not None
+        return Result(text, tuple(self._tokens), self._core.finish_reason, self._mode, self._speculation, self._stats())
+
+    def _stats(self) -> Stats:
+        core, meter = self._core, self._meter
+        new, seconds = len(self._tokens), meter.seconds
+        return Stats(
+            prompt_tokens=self._prompt_tokens,
+            reused_tokens=self._reused,
+            new_tokens=new,
+            seconds=seconds,
+            ttft_seconds=(meter.first_token or meter.started) - meter.started,
+            tokens_per_second=new / seconds if seconds > 0 else 0.0,
+            rounds=core.rounds,
+            tokens_per_round=new / core.rounds if core.rounds else 0.0,
+            drafted=core.drafted,
+            verified=core.verified,
+            accepted=core.accepted,
+            accepted_by_source={str(source): n for source, n in core.accepted_by_source.items()},
+            target_busy_seconds=meter.target_busy,
+            draft_busy_seconds=meter.draft_busy,
+        )

@@ -1,0 +1,195 @@
+"""Coupled sampling: logits + parameters + position -> token. Pure.
+
+The noise of token v at position t under seed s is a fixed number, so the target's token is a function of its own logits and
+nothing else: not of the draft, the mode, the timing. The draft adds the same noise to its own logits, which makes its best
+guesses the tokens the target is most likely to draw.
+
+Gumbel noise for a whole vocabulary is dear. The `HEAD` largest logits get noise of their own; all others compete as one, since
+the maximum of perturbed logits over a set is Gumbel-distributed around the set's log-sum-exp, independent of which token wins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from duodecoding.types import SamplingParams
+
+Row = npt.NDArray[np.float32]  # (vocab,)
+Ids = npt.NDArray[np.int64]
+
+HEAD = 256
+TAIL_NOISE = -1  # pseudo-tokens of the noise: the tail's own Gumbel, and the draw inside the tail
+TAIL_DRAW = -2
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+class Choice(NamedTuple):
+    """The target's token after some path, and its log-probability in the unmodified distribution."""
+
+    token: int
+    logprob: float
+
+
+class Guess(NamedTuple):
+    """A draft's guess of the next token and how likely it thinks the target agrees."""
+
+    token: int
+    p: float
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(seed: int, position: int, tokens: Ids) -> npt.NDArray[np.float64]:
+    """Numbers in (0, 1), a hash of (seed, position, token): integer arithmetic only, so the same on every device."""
+    with np.errstate(over="ignore"):
+        key = np.array([seed], dtype=np.uint64) * _GOLDEN + np.array([position], dtype=np.uint64)
+        bits = _mix(_mix(key) + tokens.astype(np.uint64) * _GOLDEN)
+    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def gumbel(seed: int, position: int, tokens: Ids) -> Row:
+    """Computed in float64 and rounded, so that two libraries whose logarithms differ in the last bit still agree."""
+    noise: Row = (-np.log(-np.log(uniform(seed, position, tokens)))).astype(np.float32)
+    return noise
+
+
+def largest(row: Row, k: int) -> Ids:
+    """Ids of the k largest entries, best first, ties by id. Takes those near the maximum first: a full sort is 20 times dearer."""
+    k = min(k, row.size)
+    top, width = row.max(), np.float32(10.0)
+    if not np.isfinite(top):
+        return np.argsort(-row, kind="stable")[:k]
+    near = np.flatnonzero(row > top - width)
+    while near.size < k and width < 1e4:
+        width *= np.float32(1.7)
+        near = np.flatnonzero(row > top - width)
+    if near.size < k:  # entries at minus infinity
+        near = np.arange(row.size)
+    elif near.size > 4 * k:
+        near = np.sort(near[np.argpartition(row[near], near.size - k)[-k:]])
+    return near[np.argsort(-row[near], kind="stable")[:k]]
+
+
+class Sampler:
+    """The sampling of one answer. Knows the tokens so far, for the penalties; `commit` adds to them."""
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> None:
+        self.params = params
+        self._prompt = np.unique(np.asarray(prompt, dtype=np.int64)) if params.repetition_penalty != 1 else None
+        self._counts: Counter[int] = Counter()
+        self._biased = np.array([t for t in params.logit_bias if t < vocab_size], dtype=np.int64)
+        self._bias = np.array([params.logit_bias[int(t)] for t in self._biased], dtype=np.float32)
+        self._counting = bool(self._prompt is not None or params.presence_penalty or params.frequency_penalty)
+        self._weights = np.empty(vocab_size, dtype=np.float32)  # scratch
+
+    def commit(self, tokens: Iterable[int]) -> None:
+        if self._counting:
+            self._counts.update(tokens)
+
+    def choose(self, logits: Row, position: int, path: Sequence[int] = ()) -> Choice:
+        """The token at `position`, after the committed tokens and `path`."""
+        row = self._penalised(logits, path)
+        token = int(row.argmax()) if self.params.greedy else self._draw(row, position)
+        return Choice(token, float(logits[token] - self._log_sum_exp(logits)))
+
+    def guesses(self, logits: Row, position: int, k: int, path: Sequence[int] = ()) -> list[Guess]:
+        """The k tokens the target will most likely choose at `position`, judged by the draft's logits."""
+        row = self._penalised(logits, path)
+        if self.params.greedy:
+            ids, scores = self._best(row, largest(row, k))
+            total = self._log_sum_exp(row)
+        else:
+            ids, scores, tail = self._contest(row, position, head=64)
+            order = np.argsort(-scores, kind="stable")[:k]
+            total = np.logaddexp.reduce(np.append(scores, tail))
+            ids, scores = ids[order], scores[order]
+        p = np.exp(scores - total)
+        return [Guess(int(t), float(x)) for t, x in zip(ids, p, strict=True)]
+
+    @staticmethod
+    def _best(row: Row, ids: Ids) -> tuple[Ids, Row]:
+        return ids, row[ids]
+
+    def _penalised(self, logits: Row, path: Sequence[int]) -> Row:
+        """Repetition penalty, then presence and frequency, then bias. The caller's row is left alone."""
+        if not self._counting and not self._biased.size:
+            return logits
+        row, params = logits.copy(), self.params
+        if self._counting:
+            counts = self._counts + Counter(path)
+            ids = np.fromiter(counts, dtype=np.int64, count=len(counts))
+            if self._prompt is not None:
+                seen = np.union1d(self._prompt, ids)
+                penalty = np.float32(params.repetition_penalty)
+                row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+            times = np.fromiter(counts.values(), dtype=np.float32, count=len(counts))
+            row[ids] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * times
+        row[self._biased] += self._bias
+        return row
+
+    def _draw(self, row: Row, position: int) -> int:
+        ids, scores, tail = self._contest(row, position, HEAD)
+        best = int(scores.argmax())
+        if tail <= scores[best]:
+            return int(ids[best])
+        # The tail won as a whole: one more draw inside it, by its own probabilities. Float32 would lose small steps of the sum.
+        u = float(uniform(self.params.seed, position, np.array([TAIL_DRAW]))[0])
+        mass = np.cumsum(self._weights, dtype=np.float64)
+        return int(np.searchsorted(mass, u * mass[-1], side="right").clip(0, row.size - 1))
+
+    def _contest(self, row: Row, position: int, head: int) -> tuple[Ids, Row, float]:
+        """Who can win at this position: token ids, their perturbed logits, and the tail's one number (-inf: no tail).
+
+        Leaves the tail's weights in `_weights` when there is a tail.
+        """
+        params = self.params
+        scaled = row / np.float32(params.temperature)
+        ids = largest(scaled, params.top_k or head)
+        tail = -np.inf
+        if params.top_p < 1 or params.min_p > 0:
+            ids = self._nucleus(scaled, ids)
+        elif not params.top_k:
+            np.exp(scaled - scaled[ids[0]], out=self._weights)
+            self._weights[ids] = 0
+            mass = float(self._weights.sum())
+            if mass > 0:
+                noise = float(gumbel(params.seed, position, np.array([TAIL_NOISE]))[0])
+                tail = float(scaled[ids[0]]) + float(np.log(mass)) + noise
+        return ids, scaled[ids] + gumbel(params.seed, position, ids), tail
+
+    def _nucleus(self, scaled: Row, ids: Ids) -> Ids:
+        """Top-p, then min-p, among the top-k (all tokens where top-k is off). The best token always stays."""
+        params = self.params
+        best = scaled[ids[0]]
+        if params.top_k:
+            total = float(np.exp(scaled[ids] - best).sum())
+        else:
+            total = float(np.exp(scaled - best, out=self._weights).sum())
+        while True:
+            p = np.exp(scaled[ids] - best) / total
+            before = np.cumsum(p) - p  # mass ahead of each token
+            keep = (before < params.top_p) & (p >= params.min_p * p[0])
+            keep[0] = True
+            if params.top_k or not keep[-1] or ids.size == scaled.size:
+                kept: Ids = ids[keep]
+                return kept
+            ids = largest(scaled, 8 * ids.size)  # the nucleus may go on past the head
+
+    def _log_sum_exp(self, row: Row) -> float:
+        top = row.max()
+        np.subtract(row, top, out=self._weights)
+        np.exp(self._weights, out=self._weights)
+        return float(top) + float(np.log(self._weights.sum()))

@@ -1,0 +1,215 @@
+"""TokenTree: the guesses that hang under the last committed token. Pure.
+
+A node is named by a key that its maker chose and that never repeats. A late message about a pruned node is therefore harmless:
+its parent is unknown and it is ignored. The committed token at position p is named by the key -p, so that guesses can be hung
+under a token that nobody had guessed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from duodecoding.types import Source
+
+ROOT = -1
+
+
+class PassNode(NamedTuple):
+    """One guess in a target pass. `parent` is an index into the same pass, or ROOT; parents come before children."""
+
+    parent: int
+    token: int
+
+
+class Proposal(NamedTuple):
+    """A guess on its way into a tree: `token` follows the node or committed position `parent` with probability `p`."""
+
+    key: int
+    parent: int
+    token: int
+    p: float
+    source: Source
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    key: int
+    parent: Node | None
+    token: int
+    logp: float  # of the path from the root that was current when the node came
+    position: int  # index of the token in the context
+    source: Source
+    expanded: bool = False
+    children: dict[int, Node] = field(default_factory=dict)
+
+    def path(self, root: Node) -> list[int]:
+        """Tokens from just below `root` down to this node."""
+        tokens: list[int] = []
+        node: Node | None = self
+        while node is not None and node is not root:
+            tokens.append(node.token)
+            node = node.parent
+        return tokens[::-1]
+
+
+class TokenTree:
+    """Grown by drafters, pruned by the target."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        """`tokens`: what is committed, not empty. The last one is the root."""
+        self.tokens = list(tokens)
+        self.root = Node(-self.position, None, self.tokens[-1], 0.0, self.position, Source.TARGET)
+        self._live: dict[int, Node] = {}  # guesses by key; two drafters may know one node by two keys
+        self._passed: dict[int, int] = {}  # guesses that were committed: key -> position
+        self._open: list[tuple[float, int, Node]] = []  # heap of unexpanded nodes, most likely first; stale entries are skipped
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Guesses alive."""
+        return sum(1 for _ in self._below(self.root))
+
+    @property
+    def position(self) -> int:
+        """Index of the root in the context."""
+        return len(self.tokens) - 1
+
+    def probability(self, node: Node) -> float:
+        """That the target's answer goes through this node, as far as the drafters know."""
+        return math.exp(node.logp - self.root.logp)
+
+    def holds(self, node: Node) -> bool:
+        """Is the node the root or below it?"""
+        return node is self.root or self._live.get(node.key) is node
+
+    def add(self, proposal: Proposal) -> Node | None:
+        """Hang a guess into the tree. None if its parent is gone. The same token under the same parent is one node."""
+        parent = self._home(proposal)
+        if parent is None:
+            return None
+        node = parent.children.get(proposal.token)
+        logp = parent.logp + math.log(max(proposal.p, 1e-9))
+        if node is None:
+            node = Node(proposal.key, parent, proposal.token, logp, parent.position + 1, proposal.source)
+            parent.children[proposal.token] = node
+            self._push(node)
+        elif logp > node.logp:
+            node.logp, node.source = logp, proposal.source
+            self._push(node)
+        self._live[proposal.key] = node
+        return node
+
+    def _home(self, proposal: Proposal) -> Node | None:
+        """The live node to hang a guess under. A guess that came late and turned out right is remembered as committed."""
+        key = proposal.parent
+        position = -key if key <= 0 else self._passed.get(key)
+        if position is None:
+            return self._live.get(key)
+        if position < self.position and self.tokens[position + 1] == proposal.token:
+            self._passed[proposal.key] = position + 1
+        return self.root if position == self.position else None
+
+    def frontier(self, width: int) -> list[Node]:
+        """The `width` unexpanded nodes of highest path probability, the root included."""
+        if not self.root.expanded:
+            found, wanted = [self.root], width - 1
+        else:
+            found, wanted = [], width
+        taken = []
+        while self._open and wanted > 0:
+            entry = heapq.heappop(self._open)
+            node = entry[2]
+            if node.expanded or entry[0] != -node.logp:
+                continue
+            taken.append(entry)
+            found.append(node)
+            wanted -= 1
+        for entry in taken:
+            heapq.heappush(self._open, entry)
+        return found
+
+    def select(self, limit: int, floor: float = 0.0) -> list[Node]:
+        """The `limit` nodes of highest path probability, none below `floor`. Parents come before their children."""
+        heap = [(-child.logp, i, child) for i, child in enumerate(self.root.children.values())]
+        heapq.heapify(heap)
+        chosen: list[Node] = []
+        serial = len(heap)
+        lowest = self.root.logp + (math.log(floor) if floor > 0 else -math.inf)
+        while heap and len(chosen) < limit:
+            _, _, node = heapq.heappop(heap)
+            if node.logp < lowest:
+                break
+            chosen.append(node)
+            for child in node.children.values():
+                heapq.heappush(heap, (-child.logp, serial, child))
+                serial += 1
+        return chosen
+
+    def likeliest_path(self, limit: int) -> list[Node]:
+        """From the root down, always to the likeliest child."""
+        path: list[Node] = []
+        node = self.root
+        while node.children and len(path) < limit:
+            node = max(node.children.values(), key=lambda child: child.logp)
+            path.append(node)
+        return path
+
+    def commit(self, tokens: Sequence[int]) -> list[Node | None]:
+        """Re-root at the last of `tokens`, keep what hangs below it, drop the rest. Returns the node of each token, or None."""
+        path: list[Node | None] = []
+        node: Node | None = self.root
+        for token in tokens:
+            node = node.children.get(token) if node is not None else None
+            path.append(node)
+        self.tokens.extend(tokens)
+        self.root = node or Node(-self.position, None, self.tokens[-1], 0.0, self.position, Source.TARGET)
+        self.root.parent = None
+        self._prune({id(n): n.position for n in path if n is not None})
+        return path
+
+    def _prune(self, passed: dict[int, int]) -> None:
+        """Forget all but the live nodes and those just committed (`passed`: id of node -> position)."""
+        alive = {id(node): node for node in self._below(self.root)}
+        for key, node in list(self._live.items()):
+            if id(node) not in alive:
+                del self._live[key]
+                if id(node) in passed:
+                    self._passed[key] = passed[id(node)]
+        self._open = []
+        for node in alive.values():
+            if not node.expanded:
+                self._push(node)
+
+    def _push(self, node: Node) -> None:
+        self._count += 1
+        heapq.heappush(self._open, (-node.logp, self._count, node))
+
+    def _below(self, node: Node) -> Iterator[Node]:
+        stack = list(node.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+def likeliest_first(nodes: Sequence[Node]) -> list[Node]:
+    """The same nodes, depth first with the likelier child first: the likeliest path comes out contiguous and in front."""
+    chosen = {id(node) for node in nodes}
+    tops = [node for node in nodes if node.parent is None or id(node.parent) not in chosen]
+    stack = sorted(tops, key=lambda n: n.logp)
+    ordered: list[Node] = []
+    while stack:
+        node = stack.pop()
+        ordered.append(node)
+        below = [child for child in node.children.values() if id(child) in chosen]
+        stack.extend(sorted(below, key=lambda n: n.logp))
+    return ordered
+
+
+def as_pass(nodes: Sequence[Node]) -> tuple[PassNode, ...]:
+    """The nodes as a target sees them: parents by index."""
+    index = {id(node): i for i, node in enumerate(nodes)}
+    return tuple(PassNode(index.get(id(node.parent), ROOT), node.token) for node in nodes)
