@@ -21,9 +21,7 @@ Choose = Callable[[int], Choice]
 
 @dataclass(frozen=True, slots=True)
 class Expand:
-    """Work for the draft: one step, `width` leaves."""
-
-    width: int
+    """Work for the draft: one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class DuoCore:
             return None
         if self._steps_left > 0 and self._room > 1:
             self._steps_left -= 1
-            return Expand(1 if self._config.mode is Mode.CHAIN else self._config.draft_width)
+            return Expand()
         nodes = self._selection()
         return Verify(tuple(nodes), as_pass(nodes))
 

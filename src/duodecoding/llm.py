@@ -12,7 +12,7 @@ from duodecoding.core import Committed, DuoCore
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import ContextOverflow, Interrupted, UsageError
-from duodecoding.realtime import Drafters, Meter, take_turns
+from duodecoding.realtime import Drafters, Meter, growth_of, take_turns
 from duodecoding.text import Detokenizer, StopStrings, check_pair, render_chat
 from duodecoding.types import EngineConfig, Mode, Result, SamplingParams, Stats, Token
 
@@ -64,9 +64,8 @@ class LLM:
         try:
             if draft_file is not None:
                 progress(f"loading {draft_file.name}", 0.7)
-                branching = 1 if config.mode is Mode.CHAIN else 4
                 draft = backends.load_draft(draft_file.path, config)
-                drafters.model = ModelDrafter(draft, branching=branching, limit=target.vocabulary.size)
+                drafters.model = ModelDrafter(draft, vocab_limit=target.vocabulary.size)
             elif draft_name == "lookup":
                 drafters.lookup = LookupDrafter()
         except BaseException:
@@ -207,15 +206,17 @@ class Stream:
         )
         self._meter = Meter()
         self._reused = 0
-        self._rounds = self._run(target, drafters, prompt, params)
+        self._rounds = self._run(target, drafters, config, prompt, params)
 
-    def _run(self, target: Target, drafters: Drafters, prompt: list[int], params: SamplingParams) -> Iterator[Token]:
+    def _run(
+        self, target: Target, drafters: Drafters, config: EngineConfig, prompt: list[int], params: SamplingParams
+    ) -> Iterator[Token]:
         core, meter = self._core, self._meter
         try:
             conversation = target.open(prompt, params)
             self._reused = conversation.reused
             if core.uses_drafts:
-                drafters.open(prompt, params)
+                drafters.open(prompt, params, growth_of(config))
             for gained in take_turns(core, target, conversation, drafters, meter):
                 yield from self._read(gained)
                 if self.cancelled:

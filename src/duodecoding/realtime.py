@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from duodecoding.backends.base import Conversation, Target
 from duodecoding.core import Committed, DuoCore, Expand, Verify, walk
+from duodecoding.drafters.growth import BestFirst, Growth
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
-from duodecoding.types import RoundStats, SamplingParams
+from duodecoding.types import EngineConfig, Mode, RoundStats, SamplingParams
 
 
 @dataclass(slots=True)
@@ -39,9 +40,9 @@ class Drafters:
     model: ModelDrafter | None = None
     lookup: LookupDrafter | None = None
 
-    def open(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
         if self.model is not None:
-            self.model.open(prompt, params)
+            self.model.open(prompt, params, growth)
         if self.lookup is not None:
             self.lookup.open(prompt)
 
@@ -56,6 +57,13 @@ class Drafters:
             self.model.close()
 
 
+def growth_of(config: EngineConfig) -> Growth:
+    """How the draft grows the tree in this mode."""
+    if config.mode is Mode.CHAIN:
+        return BestFirst(width=1, branching=1)
+    return BestFirst(width=config.draft_width)
+
+
 def take_turns(
     core: DuoCore, target: Target, conversation: Conversation, drafters: Drafters, meter: Meter
 ) -> Iterator[list[Committed]]:
@@ -63,7 +71,7 @@ def take_turns(
     guess_for_free(core, drafters)
     while (work := core.step()) is not None:
         if isinstance(work, Expand):
-            draft_step(core, drafters, work, meter)
+            draft_step(core, drafters, meter)
             continue
         gained = target_round(core, target, conversation, work, meter)
         yield gained
@@ -77,9 +85,11 @@ def guess_for_free(core: DuoCore, drafters: Drafters) -> None:
         core.nodes_arrived(drafters.lookup.guess())
 
 
-def draft_step(core: DuoCore, drafters: Drafters, work: Expand, meter: Meter) -> None:
+def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:
     start = time.perf_counter()
-    grown = drafters.model.grow(work.width) if drafters.model is not None else []
+    model = drafters.model
+    leaves = model.next_leaves() if model is not None else []
+    grown = model.grow(leaves) if model is not None and leaves else []
     meter.draft_busy += time.perf_counter() - start
     if grown:
         core.nodes_arrived(grown)

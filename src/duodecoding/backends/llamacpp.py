@@ -205,7 +205,7 @@ class _Context:
         self._n_outputs = outputs
         code = C.llama_decode(self.handle, self._batch)
         if code == ABORTED:
-            self._stop[0] = b"\0"
+            self.clear_abort()
             raise Interrupted("the pass was stopped")
         if code != 0:
             raise BackendFailure(f"llama.cpp could not decode {n} tokens", _last_error(f"code {code}"))
@@ -217,6 +217,9 @@ class _Context:
 
     def abort(self) -> None:
         self._stop[0] = b"\1"
+
+    def clear_abort(self) -> None:
+        self._stop[0] = b"\0"
 
     def copy(self, source: int, to: int, end: int) -> None:
         C.llama_memory_seq_cp(self.memory, source, to, -1, end)
@@ -290,6 +293,7 @@ class LlamaTarget:
         self._owner: LlamaConversation | None = None
 
     def open(self, prompt: Sequence[int], params: SamplingParams) -> LlamaConversation:
+        self._context.clear_abort()  # one that came between two passes of the last answer
         conversation = LlamaConversation(self, prompt, params)
         self._attach(conversation)
         conversation.reused = conversation.cached

@@ -1,4 +1,4 @@
-"""A draft model growing the tree, best leaf first. The same code in the main process, in a worker and in virtual time."""
+"""A draft model growing the tree. The same code in the main process, in a worker and in virtual time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from duodecoding.backends.base import Draft, Leaf
-from duodecoding.sampling import Sampler
+from duodecoding.drafters.growth import Growth
+from duodecoding.planner import Calibration
+from duodecoding.sampling import Guess, Sampler
 from duodecoding.tree import Node, Proposal, TokenTree
 from duodecoding.types import SamplingParams, Source
 
@@ -14,63 +16,80 @@ MAX_EXPANDED = 96  # live nodes with KV cells of their own; bounds the sequences
 
 
 class ModelDrafter:
-    """Owns a draft backend and its own view of the tree; hands out proposals."""
+    """Owns a draft backend, its own view of the tree, and what it has learnt about its own guesses."""
 
-    def __init__(self, draft: Draft, *, branching: int = 4, limit: int = 0) -> None:
-        """`branching`: guesses kept per expanded node. `limit`: the target's vocabulary size, if smaller than the draft's."""
+    def __init__(self, draft: Draft, *, vocab_limit: int = 0) -> None:
+        """`vocab_limit`: the target's vocabulary size, if smaller than the draft's."""
         self._draft = draft
-        self._branching = branching
-        self._vocab_limit = limit or draft.vocabulary.size
-        self._keys = count(1)
+        self._vocab_limit = vocab_limit or draft.vocabulary.size
+        self.calibration = Calibration()
 
-    def open(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
         self._draft.open(prompt)
-        self._tree = TokenTree(prompt)
         self._sampler = Sampler(params, prompt, self._draft.vocabulary.size)
+        self._tree = TokenTree(prompt)
+        self._growth = growth
         self._expanded: dict[int, Node] = {}
+        self._said: dict[int, float] = {}  # what the draft said before calibration, by key of the guess
         self._keys = count(1)
 
     def read(self) -> bool:
         """Read a chunk of the prompt. False: done, the tree can grow."""
         return self._draft.read()
 
-    @property
-    def room(self) -> int:
-        """Nodes that can still be expanded before a commit makes room."""
-        at_end = self._tree.position >= self._draft.context - 1
-        return 0 if at_end else MAX_EXPANDED - len(self._expanded)
+    def next_leaves(self) -> list[Node]:
+        """What the next step would expand. Empty: nothing until a commit."""
+        room = MAX_EXPANDED - len(self._expanded)
+        last = self._draft.context - 1
+        return [node for node in self._growth.leaves(self._tree, room) if node.position < last] if room > 0 else []
 
-    def grow(self, width: int) -> list[Proposal]:
-        """One draft step: expand the `width` best leaves. Empty when there is nothing (more) to expand."""
-        leaves = [node for node in self._tree.frontier(min(width, self.room)) if node.position < self._draft.context - 1]
-        if not leaves:
-            return []
-        work = [Leaf(n.key, n.parent.key if n.parent is not None else None, n.token, n.position) for n in leaves]
-        rows = self._draft.expand(work)
+    def grow(self, leaves: Sequence[Node]) -> list[Proposal]:
+        """One draft step. Guesses come with calibrated probabilities."""
         grown: list[Proposal] = []
-        for node, row in zip(leaves, rows, strict=True):
+        for node, guesses in zip(leaves, self._guesses(leaves), strict=True):
             node.expanded = True
             self._expanded[node.key] = node
-            guesses = self._sampler.guesses(row, node.position + 1, self._branching, node.path(self._tree.root))
-            known = [guess for guess in guesses if guess.token < self._vocab_limit]
-            grown += [Proposal(next(self._keys), node.key, guess.token, guess.p, Source.MODEL) for guess in known]
-        for proposal in grown:
-            self._tree.add(proposal)
+            for guess in guesses[: self._growth.branching]:
+                proposal = Proposal(next(self._keys), node.key, guess.token, self.calibration(guess.p), Source.MODEL)
+                self._said[proposal.key] = guess.p
+                self._tree.add(proposal)
+                grown.append(proposal)
         return grown
 
+    def _guesses(self, leaves: Sequence[Node]) -> list[list[Guess]]:
+        work = [Leaf(n.key, n.parent.key if n.parent is not None else None, n.token, n.position) for n in leaves]
+        rows = self._draft.expand(work)
+        ask = self._growth.branching
+        found = [
+            self._sampler.guesses(row, node.position + 1, ask, node.path(self._tree.root))
+            for node, row in zip(leaves, rows, strict=True)
+        ]
+        return [[guess for guess in guesses if guess.token < self._vocab_limit] for guesses in found]
+
     def commit(self, tokens: Sequence[int]) -> None:
-        """Re-root at the last of `tokens`; dead branches leave the KV cache."""
+        """Re-root at the last of `tokens`; dead branches leave the KV cache. Every guess below a committed token is now judged."""
+        self._judge(tokens)
         path: list[int] = []
-        nodes = self._tree.commit(tokens)
-        for node in nodes:
+        for node in self._tree.commit(tokens):
             if node is None or not node.expanded:
                 break
             path.append(node.key)
-        root = self._tree.root
-        alive = {key: node for key, node in self._expanded.items() if self._tree.holds(node)}
-        self._draft.commit(tokens, path, [key for key in alive if key != root.key])
-        self._expanded = alive
+        self._expanded = {key: node for key, node in self._expanded.items() if self._tree.holds(node)}
+        self._forget(tokens, path, [key for key in self._expanded if key != self._tree.root.key])
         self._sampler.commit(tokens)
+        self._growth.committed(self._tree)
+
+    def _judge(self, tokens: Sequence[int]) -> None:
+        node: Node | None = self._tree.root
+        for token in tokens:
+            if node is None or not node.expanded:
+                return
+            for child in node.children.values():
+                self.calibration.observe(self._said[child.key], child.token == token)
+            node = node.children.get(token)
+
+    def _forget(self, tokens: Sequence[int], path: Sequence[int], alive: Sequence[int]) -> None:
+        self._draft.commit(tokens, path, alive)
 
     def close(self) -> None:
         self._draft.close()

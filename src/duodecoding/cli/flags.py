@@ -1,0 +1,198 @@
+"""Flags, derived from frozen dataclasses: names, types and defaults come from the fields, help and short names from here.
+
+Every flag `--some-name` can also be set by the environment variable `DUO_SOME_NAME`; the flag wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+from cyclopts import Group, Parameter
+
+from duodecoding.errors import UsageError
+from duodecoding.types import EngineConfig, SamplingParams
+
+T = TypeVar("T")
+
+ENV_PREFIX = "DUO_"
+SHORT = {"model": "-m", "draft": "-d", "max_tokens": "-n"}
+
+ENGINE_HELP = {
+    "model": "Target: a .gguf file, a directory, owner/repo[:QUANT] from the hub, or a built-in name (see duo models).",
+    "draft": "Who guesses ahead: a model as above, lookup (text already seen), none, or auto.",
+    "mode": "How target and draft share the work. The answer is the same in all of them.",
+    "ctx_size": "Most tokens of prompt and answer together; never more than the model was trained for.",
+    "threads": "Threads of the target. 0: one per physical core.",
+    "threads_draft": "Threads of the draft. 0: as many as the target.",
+    "gpu_layers": "Layers of the target on the GPU. -1: all.",
+    "draft_length": "Guesses on one path; with a tree, draft steps per round.",
+    "draft_width": "With a tree: leaves expanded per draft step.",
+    "max_nodes": "With a tree: most guesses verified in one pass.",
+    "offline": "Never ask the hub, use only what is on this machine.",
+}
+SAMPLING_HELP = {
+    "max_tokens": "Most tokens in the answer.",
+    "temperature": "0: always the likeliest token. Higher: more varied.",
+    "top_k": "Sample among the k likeliest tokens. 0: no limit.",
+    "top_p": "Sample among the likeliest tokens that together have this probability.",
+    "min_p": "Leave out tokens less likely than this share of the likeliest one.",
+    "repetition_penalty": "Above 1: tokens of prompt and answer become less likely.",
+    "presence_penalty": "Taken from the logit of every token that is in the answer already.",
+    "frequency_penalty": "Taken from a token's logit once for each time it is in the answer.",
+    "logit_bias": "Added to the logit of a token, as ID=BIAS. Repeatable; in the environment separated by spaces.",
+    "seed": "Same seed, same answer.",
+    "stop": "End the answer before this text. Repeatable; the environment variable holds one.",
+    "ignore_eos": "Do not stop where the model wants to end.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How `duo run` reads and prints."""
+
+    system: str = ""
+    raw: bool = False
+    stats: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How `duo chat` talks."""
+
+    system: str = ""
+    show_draft: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """How `duo models` and `duo doctor` print."""
+
+    json: bool = False
+
+
+RUN_HELP = {
+    "system": "System message, put before the prompt by the chat template.",
+    "raw": "Give the model the prompt as it is, without its chat template.",
+    "stats": "One line of statistics on stderr after the answer.",
+    "json": "Print one JSON object instead of the text.",
+}
+CHAT_HELP = {
+    "system": "System message, put before the conversation by the chat template.",
+    "show_draft": "Colour the tokens that were guessed, by who guessed them.",
+}
+REPORT_HELP = {"json": "Print JSON instead of a table."}
+
+
+def env_name(name: str) -> str:
+    """The environment variable of a field."""
+    return ENV_PREFIX + name.upper()
+
+
+def derive(cls: type, texts: Mapping[str, str], group: Group, only: tuple[str, ...] = ()) -> type:
+    """A dataclass with fields of `cls` (all, or `only` some) whose annotations tell cyclopts about help, names and environment."""
+    hints = get_type_hints(cls)
+    specs = [
+        (f.name, Annotated[_typed(hints[f.name]), _parameter(f, hints[f.name], texts.get(f.name, ""), group)], _default(f))
+        for f in fields(cls)
+        if not only or f.name in only
+    ]
+    return make_dataclass(f"{cls.__name__}Flags", specs, frozen=True, kw_only=True, namespace={"__module__": __name__})
+
+
+def _default(f: Field[Any]) -> Any:
+    return field(default=f.default) if f.default_factory is MISSING else field(default_factory=f.default_factory)
+
+
+def _typed(hint: Any) -> Any:
+    # A mapping is typed as words, ID=BIAS; `settings` reads them.
+    return tuple[str, ...] if _is_mapping(hint) else hint
+
+
+def _is_mapping(hint: Any) -> bool:
+    return getattr(hint, "__origin__", None) is Mapping
+
+
+def _parameter(f: Field[Any], hint: Any, text: str, group: Group) -> Parameter:
+    extra: dict[str, Any] = {}
+    if f.name in SHORT:
+        extra["alias"] = SHORT[f.name]
+    if hint == tuple[str, ...]:
+        extra["env_var_split"] = _one_string
+    return Parameter(
+        help=text,
+        env_var=env_name(f.name),
+        group=group,
+        negative=(),
+        allow_leading_hyphen=hint is not bool,
+        show_default=hint in (int, float) or bool(f.default_factory is MISSING and f.default),  # off and empty need no mention
+        **extra,
+    )
+
+
+def _one_string(_type: object, value: str, **_kwargs: object) -> list[str]:
+    # A stop string may hold spaces, so it is not split.
+    return [value] if value else []
+
+
+def settings(cls: type[T], flags: Any) -> T:
+    """The frozen dataclass that the flags stand for. Its own checks run here."""
+    values = {name: getattr(flags, name) for name in flags.__dataclass_fields__}
+    hints = get_type_hints(cls)
+    return cls(**{name: read_bias(name, value) if _is_mapping(hints[name]) else value for name, value in values.items()})
+
+
+def read_bias(name: str, words: tuple[str, ...] | Mapping[int, float]) -> dict[int, float]:
+    if isinstance(words, Mapping):
+        return dict(words)
+    pairs = {}
+    for word in words:
+        token, _, bias = word.partition("=")
+        try:
+            pairs[int(token)] = float(bias)
+        except ValueError:
+            raise UsageError(f"{name} is {word!r}", "it must be a token id, '=' and a number, as in 42=-5") from None
+    return pairs
+
+
+def takes_value(token: str) -> bool:
+    """Whether the word after this flag belongs to it."""
+    return token in _VALUE_FLAGS
+
+
+def _value_flags() -> set[str]:
+    records = (EngineConfig, SamplingParams, RunOptions, ChatOptions)
+    names = {name for record in records for name, hint in get_type_hints(record).items() if hint is not bool}
+    return {"--" + name.replace("_", "-") for name in names} | set(SHORT.values())
+
+
+_VALUE_FLAGS = _value_flags()
+
+FLAT = Parameter(name="*")  # the fields of the record are flags of the command
+OUTPUT = Group("Input and output", sort_key=0)
+ANSWER = Group("Answer", sort_key=1)
+ENGINE = Group("Models and speculation", sort_key=2)
+
+if TYPE_CHECKING:
+    EngineFlags = EngineConfig
+    SamplingFlags = SamplingParams
+    RunFlags = RunOptions
+    ChatFlags = ChatOptions
+    ReportFlags = ReportOptions
+    MachineFlags = EngineConfig
+else:
+    EngineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE)
+    SamplingFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER)
+    RunFlags = derive(RunOptions, RUN_HELP, OUTPUT)
+    ChatFlags = derive(ChatOptions, CHAT_HELP, OUTPUT)
+    ReportFlags = derive(ReportOptions, REPORT_HELP, OUTPUT)
+    MachineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=("threads", "gpu_layers", "offline"))
+
+NO_ENGINE_FLAGS = EngineFlags()
+NO_SAMPLING_FLAGS = SamplingFlags()
+NO_RUN_FLAGS = RunFlags()
+NO_CHAT_FLAGS = ChatFlags()
+NO_REPORT_FLAGS = ReportFlags()
+NO_MACHINE_FLAGS = MachineFlags()

@@ -1,0 +1,124 @@
+"""Cost curves: measured time as a function of work, and hardware profiles made of them. Pure.
+
+All times are seconds. `verify(n, context)` is a target pass over n tokens, the root and n - 1 guesses; `draft_step(w)` expands
+w leaves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from duodecoding.errors import UsageError
+
+LEARNING_RATE = 0.15  # share of a surprise that a curve takes over
+
+
+class CostCurve:
+    """Time over amount of work: measured points, straight lines between them, the last slope beyond."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        if not points or any(x < 0 or not y > 0 for x, y in points.items()):
+            raise UsageError(f"a cost curve of {dict(points)}", "it needs points with positive times")
+        self._x = sorted(points)
+        self._y = [points[x] for x in self._x]
+
+    def __call__(self, x: float) -> float:
+        if len(self._x) == 1 or x <= self._x[0]:
+            return self._y[0]
+        i = min(max(bisect_left(self._x, x), 1), len(self._x) - 1)
+        x0, x1, y0, y1 = self._x[i - 1], self._x[i], self._y[i - 1], self._y[i]
+        return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), 1e-9)
+
+    def observe(self, x: float, seconds: float) -> None:
+        """A measurement: move the nearest point a little towards it. One outlier (a page fault, another process) hardly counts."""
+        i = min(range(len(self._x)), key=lambda k: abs(self._x[k] - x))
+        surprise = seconds / self(x)
+        self._y[i] *= 1 + LEARNING_RATE * (min(max(surprise, 0.5), 2.0) - 1)
+
+    @property
+    def points(self) -> dict[int, float]:
+        return dict(zip(self._x, self._y, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a pair costs on a machine."""
+
+    name: str
+    about: str
+    measured: bool  # False: an estimate, nobody ran it
+    verify: Mapping[int, CostCurve]  # context -> curve over tokens in a pass
+    draft: CostCurve  # over leaves per step
+    target_prompt: float  # seconds per prompt token
+    draft_prompt: float
+    latency: float  # of a message, one way
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def verify_at(self, context: int) -> CostCurve:
+        """The curve of the nearest measured context, for observing into."""
+        return self.verify[min(self.verify, key=lambda c: abs(c - context))]
+
+    def verify_cost(self, tokens: int, context: int) -> float:
+        contexts = sorted(self.verify)
+        if len(contexts) == 1:
+            return self.verify[contexts[0]](tokens)
+        i = min(max(bisect_left(contexts, context), 1), len(contexts) - 1)
+        low, high = contexts[i - 1], contexts[i]
+        share = max(0.0, (context - low) / (high - low))
+        a, b = self.verify[low](tokens), self.verify[high](tokens)
+        return max(a + (b - a) * share, 1e-9)
+
+
+def to_record(profile: Profile) -> dict[str, Any]:
+    """A profile as plain JSON values."""
+    return {
+        "name": profile.name,
+        "about": profile.about,
+        "measured": profile.measured,
+        "verify": {str(context): {str(n): y for n, y in curve.points.items()} for context, curve in profile.verify.items()},
+        "draft_step": {str(w): y for w, y in profile.draft.points.items()},
+        "target_prompt": profile.target_prompt,
+        "draft_prompt": profile.draft_prompt,
+        "latency": profile.latency,
+        "settings": dict(profile.settings),
+    }
+
+
+def from_record(record: Mapping[str, Any], *, where: str) -> Profile:
+    """The inverse. `where` names the file in the error."""
+    try:
+        return Profile(
+            name=str(record["name"]),
+            about=str(record["about"]),
+            measured=bool(record["measured"]),
+            verify={int(context): _curve(points) for context, points in record["verify"].items()},
+            draft=_curve(record["draft_step"]),
+            target_prompt=float(record["target_prompt"]),
+            draft_prompt=float(record["draft_prompt"]),
+            latency=float(record["latency"]),
+            settings=dict(record.get("settings", {})),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{where} is not a profile", f"{type(error).__name__}: {error}", "Measure one with `duo profile`."
+        ) from error
+
+
+def _curve(points: Mapping[str, float]) -> CostCurve:
+    return CostCurve({int(x): float(y) for x, y in points.items()})
+
+
+def fit(samples: Sequence[tuple[int, float]]) -> CostCurve:
+    """A curve through the median time of each amount of work, never falling: more work is not cheaper, only noise says so."""
+    by_work: dict[int, list[float]] = {}
+    for x, seconds in samples:
+        by_work.setdefault(x, []).append(seconds)
+    points: dict[int, float] = {}
+    floor = 0.0
+    for x in sorted(by_work):
+        times = sorted(by_work[x])
+        floor = points[x] = max(floor, times[len(times) // 2])
+    return CostCurve(points)

@@ -1,0 +1,140 @@
+"""The hardware-aware budget: five decisions, each a small pure function, and what they learn from.
+
+Probabilities here are of acceptance: drafters calibrate theirs before they hand out guesses. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from duodecoding.costs import CostCurve
+
+BINS = 16
+PRIOR_WEIGHT = 6.0  # observations that the draft's own word counts for
+FORGET = 0.998  # per observation in a bin
+
+
+class Calibration:
+    """Draft probabilities are not acceptance probabilities: the share of guesses that were right, by what the draft said."""
+
+    def __init__(self) -> None:
+        self._right = [0.0] * BINS
+        self._seen = [0.0] * BINS
+
+    @staticmethod
+    def _bin(p: float) -> int:
+        """Bins are even in log-odds, from 0.3 % to 99.7 %: the ends matter as much as the middle."""
+        p = min(max(p, 1e-6), 1 - 1e-6)
+        return min(max(int((math.log(p / (1 - p)) + 6) * BINS / 12), 0), BINS - 1)
+
+    def __call__(self, p: float) -> float:
+        i = self._bin(p)
+        return (self._right[i] + PRIOR_WEIGHT * p) / (self._seen[i] + PRIOR_WEIGHT)
+
+    def observe(self, p: float, right: bool) -> None:
+        i = self._bin(p)
+        self._right[i] = self._right[i] * FORGET + right
+        self._seen[i] = self._seen[i] * FORGET + 1
+
+
+def how_many_nodes(probabilities: Sequence[float], verify: Callable[[int], float]) -> int:
+    """Decision 1: how many guesses maximise (1 + expected accepted) / verify(1 + guesses). Probabilities come best first."""
+    best, best_rate, expected = 0, 1 / verify(1), 0.0
+    for n, p in enumerate(probabilities, start=1):
+        expected += p
+        rate = (1 + expected) / verify(1 + n)
+        if rate > best_rate:
+            best, best_rate = n, rate
+    return best
+
+
+def worth_waiting(expected: float, verify: float, more: float, verify_more: float, delay: float) -> bool:
+    """Decision 2: does waiting `delay` for guesses worth `more` expected tokens beat going now with `expected`?"""
+    return (1 + expected + more) / (verify_more + delay) > (1 + expected) / verify
+
+
+def how_many_leaves(probabilities: Sequence[float], draft: CostCurve, widest: int) -> int:
+    """Decision 3: the width of a draft step that adds expected tokens fastest. Probabilities of the best leaves, best first."""
+    best, best_rate, gain = 1, 0.0, 0.0
+    for width, p in enumerate(probabilities[:widest], start=1):
+        gain += p
+        rate = gain / draft(width)
+        if rate > best_rate:
+            best, best_rate = width, rate
+    return best
+
+
+@dataclass(slots=True)
+class Switch:
+    """Decision 4: is speculation worth it at all? Off when the last rounds were slower than `off` would have been; probes again.
+
+    Each failed probe doubles the pause, so a useless draft costs a vanishing share of a long run.
+    """
+
+    window: int = 12  # rounds that a judgement needs
+    shortest_pause: int = 48  # rounds
+    longest_pause: int = 3072
+    margin: float = 1.0  # slower than this times `off`: pause
+    on: bool = True
+    pauses: int = 0
+    _spent: float = 0.0
+    _worth: float = 0.0  # what `off` would have taken for the same tokens
+    _rounds: int = 0
+    _pause_left: int = 0
+    _pause: int = field(default=0)
+
+    def observe(self, tokens: int, seconds: float, plain: float) -> None:
+        """A round gave `tokens` in `seconds`; a token in `off` takes `plain`."""
+        if not self.on:
+            self._pause_left -= 1
+            if self._pause_left <= 0:
+                self.on = True
+                self._reset()
+            return
+        self._spent += seconds
+        self._worth += tokens * plain
+        self._rounds += 1
+        window = self.window if self._pause == 0 else max(4, self.window // 3)  # a probe is shorter than the first look
+        if self._rounds >= window:
+            self._judge()
+
+    def _judge(self) -> None:
+        if self._spent > self.margin * self._worth:
+            self.on = False
+            self.pauses += 1
+            self._pause = self._pause_left = min(max(self.shortest_pause, 2 * self._pause), self.longest_pause)
+        elif self._spent < 0.97 * self._worth:
+            self._pause = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._spent = self._worth = 0.0
+        self._rounds = 0
+
+
+def cores_for_draft(allowed: Sequence[int], target_on_gpu: bool) -> tuple[list[int], list[int]]:
+    """Decision 5: (cores that drive the target, cores of the draft). The target's driver is never disturbed by the draft."""
+    cores = sorted(allowed)
+    if len(cores) == 1:
+        return cores, cores
+    if target_on_gpu:
+        return cores[:1], cores[1:]
+    return cores, cores  # both compute on the CPU and share it; the switch decides whether that pays
+
+
+class DraftClock:
+    """When will the draft's next guesses come? From what it was last seen to begin, and the cost of a step."""
+
+    def __init__(self, draft: CostCurve, latency: float) -> None:
+        self._draft, self._latency = draft, latency
+        self._began = 0.0
+        self._width = 1
+
+    def began(self, now: float, width: int) -> None:
+        """The draft began a step of `width` leaves at `now` (it sent guesses, or was sent a commit while idle)."""
+        self._began, self._width = now, max(1, width)
+
+    def next_in(self, now: float) -> float:
+        return max(0.0, self._began + self._draft(self._width) + self._latency - now)

@@ -1,0 +1,81 @@
+"""Small GGUF files made from another one, for tests: fewer layers, random weights, another vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+SKIPPED = {"general.architecture"}  # the writer sets it
+
+
+def cut_layers(source: Path, to: Path, layers: int) -> Path:
+    """The first `layers` layers of a model with its embeddings and final norm: a poor draft of it."""
+    return _write(source, to, layers, lambda tensor: (tensor.data, tensor.tensor_type))
+
+
+def random_weights(source: Path, to: Path, layers: int = 2, seed: int = 0) -> Path:
+    """The shape of a model with fewer layers, and weights that mean nothing (F16, norms in F32)."""
+    random = np.random.default_rng(seed)
+
+    def fill(tensor: gguf.ReaderTensor) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        if len(shape) == 1:
+            return np.ones(shape, np.float32), gguf.GGMLQuantizationType.F32
+        return (random.standard_normal(shape, np.float32) * 0.04).astype(np.float16), gguf.GGMLQuantizationType.F16
+
+    return _write(source, to, layers, fill)
+
+
+def requantised(source: Path, to: Path, layers: int, kind: gguf.GGMLQuantizationType) -> Path:
+    """The first `layers` layers with every matrix in another type."""
+
+    def convert(tensor: gguf.ReaderTensor) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            return tensor.data, tensor.tensor_type
+        return gguf.quants.quantize(gguf.quants.dequantize(tensor.data, tensor.tensor_type), kind), kind
+
+    return _write(source, to, layers, convert)
+
+
+def other_vocabulary(source: Path, to: Path, changes: Mapping[int, str], layers: int = 1) -> Path:
+    """The same model, in which some token ids mean another text."""
+
+    def rename(name: str, value: Any) -> Any:
+        if name != gguf.Keys.Tokenizer.LIST:
+            return value
+        return [changes.get(id, text) for id, text in enumerate(value)]
+
+    return _write(source, to, layers, lambda tensor: (tensor.data, tensor.tensor_type), rename)
+
+
+Fill = Callable[[gguf.ReaderTensor], tuple[np.ndarray, gguf.GGMLQuantizationType]]
+
+
+def _write(source: Path, to: Path, layers: int, fill: Fill, change: Callable[[str, Any], Any] = lambda name, value: value) -> Path:
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(to, architecture)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in SKIPPED:
+            continue
+        value = layers if name == f"{architecture}.block_count" else change(name, field.contents())
+        writer.add_key_value(name, value, field.types[0], sub_type=field.types[-1] if len(field.types) > 1 else None)
+    for tensor in _first_layers(reader, layers):
+        data, kind = fill(tensor)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def _first_layers(reader: gguf.GGUFReader, layers: int) -> Iterator[gguf.ReaderTensor]:
+    for tensor in reader.tensors:
+        block = tensor.name.split(".")[1] if tensor.name.startswith("blk.") else "-1"
+        if int(block) < layers:
+            yield tensor
