@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from duodecoding.costs import Profile
+from duodecoding.planner import Outlook, Switch, how_many_nodes, worth_waiting
 from duodecoding.sampling import Choice
 from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
 from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, Source
+
+FIRST_COVERAGE = 0.8  # chance that a node's guessed children hold the right token, before anything is known
+COVERAGE_RATE = 0.05
 
 # The target's token after node i of a pass (ROOT: after the root). Asked only along the accepted path.
 Choose = Callable[[int], Choice]
@@ -30,6 +35,13 @@ class Verify:
 
     nodes: tuple[Node, ...]
     guesses: tuple[PassNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do before the draft's next guesses, which should be here in `seconds`."""
+
+    seconds: float
 
 
 class Verdict(NamedTuple):
@@ -73,9 +85,12 @@ class DuoCore:
         end_tokens: frozenset[int] = frozenset(),
         stop: Callable[[int], bool] = lambda token: False,
         drafts: bool = True,
+        costs: Profile | None = None,
+        switch: Switch | None = None,
     ) -> None:
         """`stop` sees every token of the answer once, in order, and says whether the text ends there. `drafts`: is there a
-        draft that can be asked to expand; guesses may arrive without one."""
+        draft that can be asked to expand; guesses may arrive without one. `costs` and `switch` belong to mode duo and outlive
+        the answer."""
         self.tree = TokenTree(prompt)
         self.answer: list[Committed] = []
         self.finish_reason: FinishReason | None = None
@@ -86,41 +101,88 @@ class DuoCore:
         self._stop = stop
         self._room = min(params.max_tokens, context - len(prompt))  # tokens the answer may still get
         self.uses_drafts = config.mode is not Mode.OFF
-        self._drafts = drafts and self.uses_drafts
+        self._takes_turns = drafts and config.mode in (Mode.CHAIN, Mode.SERIAL)
         self._steps_left = self._steps_per_round()
+        self._costs, self._switch = costs, switch or Switch()
+        self._coverage = FIRST_COVERAGE
 
     def _steps_per_round(self) -> int:
-        return self._config.draft_length if self._drafts else 0
+        return self._config.draft_length if self._takes_turns else 0
 
-    def step(self) -> Expand | Verify | None:
-        """What to do now. None: the answer is complete."""
+    @property
+    def drafting(self) -> bool:
+        """Should a draft beside the target grow the tree now?"""
+        return self.uses_drafts and self._switch.on
+
+    def step(self, outlook: Outlook | None = None) -> Expand | Verify | Wait | None:
+        """What to do now; None: the answer is complete. `outlook`: what a draft beside the target is doing; None: nothing."""
         if self.finish_reason is not None:
             return None
         if self._steps_left > 0 and self._room > 1:
             self._steps_left -= 1
             return Expand()
         nodes = self._selection()
+        delay = self._worthwhile_delay(nodes, outlook)
+        if delay is not None:
+            return Wait(delay)
+        nodes = likeliest_first(nodes)
         return Verify(tuple(nodes), as_pass(nodes))
 
     def _selection(self) -> list[Node]:
-        """The guesses worth a place in the pass. One that lies beyond the answer's last possible token is not."""
+        """The guesses worth a place in the pass, best first. One beyond the answer's last possible token is not."""
         config = self._config
-        if config.mode is Mode.OFF:
+        if not self.drafting:
             return []
         if config.mode is Mode.CHAIN:
             nodes = self.tree.likeliest_path(config.draft_length)
+        elif config.mode is Mode.LOCKSTEP:
+            nodes = self.tree.likeliest_path(config.max_nodes)
         else:
-            nodes = likeliest_first(self.tree.select(config.max_nodes))
+            nodes = self.tree.select(config.max_nodes)
         last = self.tree.position + self._room - 1
-        return [node for node in nodes if node.position <= last]
+        nodes = [node for node in nodes if node.position <= last]
+        if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
+            nodes = nodes[: how_many_nodes([self.tree.probability(node) for node in nodes], self._verify_cost)]
+        return nodes
+
+    def _verify_cost(self, tokens: int) -> float:
+        assert self._costs is not None
+        return self._costs.verify_cost(tokens, self.tree.position)
+
+    def _worthwhile_delay(self, nodes: Sequence[Node], outlook: Outlook | None) -> float | None:
+        """How long the draft's next useful guesses take, if they bring more than that."""
+        if outlook is None or self._config.mode is not Mode.DUO or self._costs is None or not self.drafting or self._room <= 1:
+            return None
+        coming = [node for node in map(self.tree.find, outlook.expanding) if node is not None and not node.expanded]
+        delay = outlook.next_in
+        if not coming:  # the running step is for leaves that have died; the one after it is for ours
+            coming = self.tree.frontier(1)
+            delay += outlook.step
+        more = self._coverage * sum(self.tree.probability(leaf) for leaf in coming)
+        expected = sum(self.tree.probability(node) for node in nodes)
+        now, then = self._verify_cost(1 + len(nodes)), self._verify_cost(1 + len(nodes) + 2 * len(coming))
+        return delay if worth_waiting(expected, now, more, then, delay) else None
+
+    def all_dead(self, leaves: Sequence[int]) -> bool:
+        """Is a draft step on these leaves of no use any more?"""
+        return bool(leaves) and all(self.tree.find(key) is None for key in leaves)
 
     def nodes_arrived(self, proposals: Iterable[Proposal]) -> None:
-        """Guesses from any drafter, at any time. None for this round: there is nothing more to draft."""
-        grown = 0
+        """Guesses from any drafter, at any time."""
+        covered: dict[int, float] = {}
         for proposal in proposals:
-            self.tree.add(proposal)
-            grown += 1
-        self.drafted += grown
+            node = self.tree.add(proposal)
+            self.drafted += 1
+            if node is not None and node.parent is not None and proposal.source is Source.MODEL:
+                node.parent.expanded = True
+                covered[proposal.parent] = covered.get(proposal.parent, 0.0) + proposal.p
+        for share in covered.values():
+            self._coverage += COVERAGE_RATE * (min(share, 1.0) - self._coverage)
+
+    def round_took(self, tokens: int, seconds: float) -> None:
+        """The driver's report of a whole round, waits included; the off-switch judges by it."""
+        if self._config.mode is Mode.DUO and self._costs is not None:
+            self._switch.observe(tokens, seconds, self._verify_cost(1))
 
     def draft_exhausted(self) -> None:
         """The draft has nothing to add in this round."""

@@ -38,6 +38,10 @@ class CostCurve:
         surprise = seconds / self(x)
         self._y[i] *= 1 + LEARNING_RATE * (min(max(surprise, 0.5), 2.0) - 1)
 
+    def scale(self, factor: float) -> None:
+        """Keep the shape, change the level: for a curve that was a guess until its first measurement."""
+        self._y = [y * factor for y in self._y]
+
     @property
     def points(self) -> dict[int, float]:
         return dict(zip(self._x, self._y, strict=True))

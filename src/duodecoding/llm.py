@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from duodecoding import backends, models
+from duodecoding import backends, models, remote
 from duodecoding.backends.base import Target
 from duodecoding.core import Committed, DuoCore
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import ContextOverflow, Interrupted, UsageError
-from duodecoding.realtime import Drafters, Meter, growth_of, take_turns
+from duodecoding.planner import cores_for_draft
+from duodecoding.realtime import Drafters, Meter, Pace, growth_of, growth_plan, overlap, take_turns
+from duodecoding.remote import RemoteDrafter
 from duodecoding.text import Detokenizer, StopStrings, check_pair, render_chat
 from duodecoding.types import EngineConfig, Mode, Result, SamplingParams, Stats, Token
 
 Message = Mapping[str, str]
 Progress = Callable[[str, float], None]  # what is being done, share done
+OVERLAPPING = (Mode.LOCKSTEP, Mode.DUO)  # the draft works beside the target, in a process of its own
 
 
 class LLM:
@@ -53,25 +59,22 @@ class LLM:
         file = models.resolve(config.model, offline=config.offline)
         draft_name = _draft_name(config)
         draft_file = None
-        if draft_name not in (None, "lookup"):
-            draft_file = models.resolve(str(draft_name), offline=config.offline)
+        vocabulary = backends.read_vocabulary(file.path)
+        if draft_name is not None and draft_name != "lookup" and not config.draft_at:
+            draft_file = models.resolve(draft_name, offline=config.offline)
             progress(f"comparing the vocabularies of {file.name} and {draft_file.name}", 0.0)
-            pair = (backends.read_vocabulary(file.path), backends.read_vocabulary(draft_file.path))
-            check_pair(*pair, target_name=file.name, draft_name=draft_file.name)
-        progress(f"loading {file.name}", 0.1)
-        target = backends.load_target(file.path, config)
-        drafters = Drafters()
+            check_pair(vocabulary, backends.read_vocabulary(draft_file.path), target_name=file.name, draft_name=draft_file.name)
+            config = _share_threads(config)
+            draft_name = draft_file.name
+        progress(f"loading {draft_name or file.name}", 0.1)
+        drafters = _drafters(config, draft_name, draft_file.path if draft_file else None, vocabulary.size)
         try:
-            if draft_file is not None:
-                progress(f"loading {draft_file.name}", 0.7)
-                draft = backends.load_draft(draft_file.path, config)
-                drafters.model = ModelDrafter(draft, vocab_limit=target.vocabulary.size)
-            elif draft_name == "lookup":
-                drafters.lookup = LookupDrafter()
+            progress(f"loading {file.name}", 0.4)
+            target = backends.load_target(file.path, config)
         except BaseException:
-            target.close()
+            drafters.close()
             raise
-        self._assemble(target, drafters, config, file.name, draft_file.name if draft_file else draft_name)
+        self._assemble(target, drafters, config, file.name, draft_name)
         progress("ready", 1.0)
 
     def _assemble(self, target: Target, drafters: Drafters, config: EngineConfig, model_name: str, draft_name: str | None) -> None:
@@ -80,6 +83,7 @@ class LLM:
         self.context = target.context
         self.vocabulary = target.vocabulary
         self._target, self._drafters = target, drafters
+        self._pace = Pace(on_gpu=config.gpu_layers != 0)
         self._stream: Stream | None = None
         self._closed = False
 
@@ -88,7 +92,10 @@ class LLM:
         """ "on", or "off" and why."""
         if self.config.mode is Mode.OFF:
             return "off: the mode is off"
-        if self._drafters.model is None and self._drafters.lookup is None:
+        drafters = self._drafters
+        if drafters.remote is not None and drafters.remote.given_up and drafters.lookup is None:
+            return f"off: the draft worker failed {remote.MAX_FAILURES} times: {drafters.remote.last_error}"
+        if drafters.model is None and drafters.lookup is None and drafters.remote is None:
             return "off: there is no draft"
         return "on"
 
@@ -119,7 +126,7 @@ class LLM:
         if self._stream is not None and self._stream.running:
             raise UsageError("another answer is still running", "one LLM gives one answer at a time", "Finish or close its stream.")
         self._check_prompt(prompt)
-        self._stream = Stream(self._target, self._drafters, self.config, self.speculation, prompt, params)
+        self._stream = Stream(self._target, self._drafters, self.config, self._pace, self.speculation, prompt, params)
         return self._stream
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
@@ -155,9 +162,55 @@ class LLM:
 def _draft_name(config: EngineConfig) -> str | None:
     if config.mode is Mode.OFF or config.draft == "none":
         return None
+    if config.draft_at:
+        return _draft_server_name(config)
     if config.draft == "auto":
         return models.default_draft(config.model) or "lookup"
     return config.draft
+
+
+def _draft_server_name(config: EngineConfig) -> str:
+    if config.mode not in OVERLAPPING:
+        why = f"in mode {config.mode} draft and target take turns in one process"
+        raise UsageError("a draft server was given", why, "Choose --mode duo, or leave out --draft-at.")
+    if config.draft != "auto":
+        raise UsageError(f"both a draft ({config.draft}) and a draft server ({config.draft_at})", fix="Leave one out.")
+    return f"draft server {config.draft_at}"
+
+
+def _share_threads(config: EngineConfig) -> EngineConfig:
+    """Both models on one CPU at the same time: more threads than cores would make each wait for the other's."""
+    if config.mode not in OVERLAPPING or config.threads or config.threads_draft:
+        return config
+    from duodecoding.backends.llamacpp import physical_cores
+
+    cores = physical_cores()
+    if config.gpu_layers != 0:
+        return replace(config, threads=1, threads_draft=max(1, cores - 1))
+    draft = max(1, cores // 4)
+    return replace(config, threads=max(1, cores - draft), threads_draft=draft)
+
+
+def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabulary: int) -> Drafters:
+    if name == "lookup":
+        return Drafters(lookup=LookupDrafter())
+    if name is None:
+        return Drafters()
+    if path is None:
+        worker = RemoteDrafter(remote.connect(config.draft_at), vocabulary, secret=config.draft_secret)
+    elif config.mode in OVERLAPPING:
+        worker = RemoteDrafter(remote.spawn(path, config, cores=_draft_cores(config)), vocabulary)
+    else:
+        return Drafters(model=ModelDrafter(backends.load_draft(path, config), vocab_limit=vocabulary))
+    worker.start()  # it loads its model while the caller goes on
+    return Drafters(remote=worker)
+
+
+def _draft_cores(config: EngineConfig) -> list[int]:
+    """Where the worker may run. Empty: anywhere."""
+    if config.gpu_layers == 0 or not hasattr(os, "sched_getaffinity"):
+        return []
+    return cores_for_draft(sorted(os.sched_getaffinity(0)), target_on_gpu=True)[1]
 
 
 class _Reader:
@@ -188,7 +241,14 @@ class Stream:
     """An answer under way: iterate over its tokens, close it to stop early, `result` once it has ended."""
 
     def __init__(
-        self, target: Target, drafters: Drafters, config: EngineConfig, speculation: str, prompt: list[int], params: SamplingParams
+        self,
+        target: Target,
+        drafters: Drafters,
+        config: EngineConfig,
+        pace: Pace,
+        speculation: str,
+        prompt: list[int],
+        params: SamplingParams,
     ) -> None:
         self.running, self.cancelled = True, False
         self._tokens: list[Token] = []
@@ -203,30 +263,50 @@ class Stream:
             end_tokens=target.vocabulary.end_tokens,
             stop=self._reader,
             drafts=drafters.model is not None,
+            costs=pace.costs,
+            switch=pace.switch,
         )
         self._meter = Meter()
         self._reused = 0
-        self._rounds = self._run(target, drafters, config, prompt, params)
+        self._worker = drafters.remote if config.mode in OVERLAPPING else None
+        self._faults = self._restarts = 0
+        self._rounds = self._run(target, drafters, config, pace, prompt, params)
 
     def _run(
-        self, target: Target, drafters: Drafters, config: EngineConfig, prompt: list[int], params: SamplingParams
+        self, target: Target, drafters: Drafters, config: EngineConfig, pace: Pace, prompt: list[int], params: SamplingParams
     ) -> Iterator[Token]:
-        core, meter = self._core, self._meter
+        worker = self._worker
+        faults, restarts = (worker.faults, worker.restarts) if worker is not None else (0, 0)
         try:
-            conversation = target.open(prompt, params)
-            self._reused = conversation.reused
-            if core.uses_drafts:
-                drafters.open(prompt, params, growth_of(config))
-            for gained in take_turns(core, target, conversation, drafters, meter):
+            for gained in self._answer(target, drafters, config, pace, prompt, params):
                 yield from self._read(gained)
                 if self.cancelled:
                     break
         except Interrupted:
             pass
         finally:
-            core.cancel()
-            meter.finish()
+            self._core.cancel()
+            self._meter.finish()
+            if worker is not None:
+                self._faults, self._restarts = worker.faults - faults, worker.restarts - restarts
             self.running = False
+
+    def _answer(
+        self, target: Target, drafters: Drafters, config: EngineConfig, pace: Pace, prompt: list[int], params: SamplingParams
+    ) -> Iterator[list[Committed]]:
+        core, meter, worker = self._core, self._meter, self._worker
+        conversation = target.open(prompt, params)
+        self._reused = conversation.reused
+        if worker is None:
+            if core.uses_drafts:
+                drafters.open(prompt, params, growth_of(config))
+            return take_turns(core, target, conversation, drafters, meter)
+        # Before the target reads the prompt: both read it at the same time.
+        worker.open(prompt, params, growth_plan(config, pace.costs, len(prompt)), grow=core.drafting)
+        if drafters.lookup is not None:
+            drafters.lookup.open(prompt)
+        lockstep = config.mode is Mode.LOCKSTEP
+        return overlap(core, target, conversation, worker, drafters.lookup, meter, pace, lockstep=lockstep)
 
     def _read(self, gained: Sequence[Committed]) -> Iterator[Token]:
         texts = self._reader.take(len(gained), last=self._core.finish_reason is not None)
@@ -277,4 +357,7 @@ class Stream:
             accepted_by_source={str(source): n for source, n in core.accepted_by_source.items()},
             target_busy_seconds=meter.target_busy,
             draft_busy_seconds=meter.draft_busy,
+            wait_seconds=meter.waited,
+            draft_faults=self._faults,
+            draft_restarts=self._restarts,
         )

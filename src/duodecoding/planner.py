@@ -39,6 +39,16 @@ class Calibration:
         self._seen[i] = self._seen[i] * FORGET + 1
 
 
+class Uncalibrated(Calibration):
+    """Takes the draft at its word. Only to see what calibration is worth."""
+
+    def __call__(self, p: float) -> float:
+        return p
+
+    def observe(self, p: float, right: bool) -> None:
+        pass
+
+
 def how_many_nodes(probabilities: Sequence[float], verify: Callable[[int], float]) -> int:
     """Decision 1: how many guesses maximise (1 + expected accepted) / verify(1 + guesses). Probabilities come best first."""
     best, best_rate, expected = 0, 1 / verify(1), 0.0
@@ -124,17 +134,45 @@ def cores_for_draft(allowed: Sequence[int], target_on_gpu: bool) -> tuple[list[i
     return cores, cores  # both compute on the CPU and share it; the switch decides whether that pays
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the draft is doing, as far as the target's side can know."""
+
+    next_in: float  # until the running step's guesses come
+    expanding: tuple[int, ...]  # the leaves of that step; some may have died since
+    step: float  # what a further step takes
+
+
 class DraftClock:
-    """When will the draft's next guesses come? From what it was last seen to begin, and the cost of a step."""
+    """Keeps the outlook from what the draft was last heard to begin, and the cost of a step."""
 
     def __init__(self, draft: CostCurve, latency: float) -> None:
         self._draft, self._latency = draft, latency
-        self._began = 0.0
-        self._width = 1
+        self._due = 0.0  # when the running step's guesses come
+        self._expanding: tuple[int, ...] = ()
+        self._silent = True
 
-    def began(self, now: float, width: int) -> None:
-        """The draft began a step of `width` leaves at `now` (it sent guesses, or was sent a commit while idle)."""
-        self._began, self._width = now, max(1, width)
+    def began(self, when: float, expanding: Sequence[int]) -> None:
+        """Word came at `when` that the draft began to expand these leaves. None: it is idle until a commit."""
+        self._expanding = tuple(expanding)
+        self._silent = not expanding
+        self._due = when + self._draft(len(expanding)) if expanding else when
 
-    def next_in(self, now: float) -> float:
-        return max(0.0, self._began + self._draft(self._width) + self._latency - now)
+    def committed(self, now: float, *, interrupted: bool) -> None:
+        """A commit went out. It is heeded after the running step, or at once if that was interrupted or the draft is idle."""
+        heeded = now + self._latency
+        self._due = heeded if interrupted else max(self._due, heeded)
+        self._expanding = () if interrupted else self._expanding
+        self._silent = False
+
+    @property
+    def expanding(self) -> tuple[int, ...]:
+        return self._expanding
+
+    def silent(self) -> None:
+        """Waited in vain. Expect nothing until it speaks again."""
+        self._silent = True
+
+    def outlook(self, now: float) -> Outlook | None:
+        """None: nothing to expect."""
+        return None if self._silent else Outlook(max(0.0, self._due - now), self._expanding, self._draft(1) + self._latency)

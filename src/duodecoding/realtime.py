@@ -1,17 +1,31 @@
-"""Drivers with a real clock: the core says what to do, the models here do it."""
+"""Drivers with a real clock: the core says what to do, the models do it.
+
+Two loops with the same helpers: `take_turns` with a draft in this process, `overlap` with one in a worker beside the target.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from duodecoding.backends.base import Conversation, Target
-from duodecoding.core import Committed, DuoCore, Expand, Verify, walk
+from duodecoding.core import Choose, Committed, DuoCore, Verify, Wait, walk
+from duodecoding.costs import CostCurve, Profile
 from duodecoding.drafters.growth import BestFirst, Growth
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
-from duodecoding.types import EngineConfig, Mode, RoundStats, SamplingParams
+from duodecoding.planner import DraftClock, Outlook, Switch
+from duodecoding.remote import RemoteDrafter
+from duodecoding.tree import Proposal
+from duodecoding.types import EngineConfig, Mode, RoundStats, SamplingParams, Source
+from duodecoding.wire import GrowBestFirst, GrowChains, GrowthPlan, Nodes
+
+LEAF_FLOOR = 0.003  # leaves less likely than this are not worth a draft step
+WAIT_SLACK = 1.5  # of the time that guesses were expected in, then go on without
+WAIT_LEAST = 0.0005  # seconds; a sleeping process needs some to wake up
+BARRIER_SLACK = 4.0  # lockstep: of the target's pass, and at least:
+BARRIER_LEAST = 0.25  # seconds
 
 
 @dataclass(slots=True)
@@ -23,6 +37,7 @@ class Meter:
     ended: float | None = None
     target_busy: float = 0.0
     draft_busy: float = 0.0
+    waited: float = 0.0  # the target, for guesses
     rounds: list[RoundStats] = field(default_factory=list)
 
     def finish(self) -> None:
@@ -39,6 +54,7 @@ class Drafters:
 
     model: ModelDrafter | None = None
     lookup: LookupDrafter | None = None
+    remote: RemoteDrafter | None = None  # in a worker, for modes that overlap
 
     def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
         if self.model is not None:
@@ -55,6 +71,48 @@ class Drafters:
     def close(self) -> None:
         if self.model is not None:
             self.model.close()
+        if self.remote is not None:
+            self.remote.close()
+
+
+class Pace:
+    """What this pair costs on this machine, learnt as it goes, and whether it pays. Outlives the answers."""
+
+    def __init__(self, costs: Profile | None = None, *, on_gpu: bool = False) -> None:
+        self._guessed_target = self._guessed_draft = costs is None
+        self.costs = costs if costs is not None else guessed_costs(on_gpu)
+        self.switch = Switch()
+
+    def target_pass(self, tokens: int, seconds: float, context: int, *, alone: bool) -> None:
+        """A pass took so long. `alone`: the draft was at rest; on a shared CPU only that tells what a plain pass costs."""
+        curve = self.costs.verify_at(context)
+        if self._guessed_target:
+            curve.scale(seconds / curve(tokens))
+            self._guessed_target = False
+        elif alone or tokens > 1:
+            curve.observe(tokens, seconds)
+
+    def draft_step(self, width: int, seconds: float) -> None:
+        if self._guessed_draft:
+            self.costs.draft.scale(seconds / self.costs.draft(width))
+            self._guessed_draft = False
+        else:
+            self.costs.draft.observe(width, seconds)
+
+
+def guessed_costs(on_gpu: bool) -> Profile:
+    """Shapes without levels, for a pair that nobody has measured: a GPU verifies many tokens in the time of one, a CPU does not."""
+    slope = 0.003 if on_gpu else 0.1  # of a pass over one token, for each token more
+    verify = CostCurve({n: 0.01 * (1 + slope * (n - 1)) for n in (1, 2, 4, 8, 16, 32, 64, 128)})
+    draft = CostCurve({1: 0.001, 2: 0.0013, 4: 0.0019, 8: 0.003, 16: 0.0053})
+    return Profile("here", "a guess, refined by every round", False, {512: verify}, draft, 1e-4, 1e-4, 1e-4)
+
+
+def growth_plan(config: EngineConfig, costs: Profile, context: int) -> GrowthPlan:
+    """How a draft beside the target grows the tree."""
+    if config.mode is Mode.LOCKSTEP:
+        return GrowChains(costs.verify_cost(1 + config.draft_length, context), costs.draft.points, config.draft_width)
+    return GrowBestFirst(config.draft_width, costs.draft.points, config.branching, LEAF_FLOOR)
 
 
 def growth_of(config: EngineConfig) -> Growth:
@@ -70,7 +128,7 @@ def take_turns(
     """Draft, verify, draft, verify: one processor at a time. Yields the tokens of each round."""
     guess_for_free(core, drafters)
     while (work := core.step()) is not None:
-        if isinstance(work, Expand):
+        if not isinstance(work, Verify):
             draft_step(core, drafters, meter)
             continue
         gained = target_round(core, target, conversation, work, meter)
@@ -98,14 +156,133 @@ def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:
 
 
 def target_round(core: DuoCore, target: Target, conversation: Conversation, work: Verify, meter: Meter) -> list[Committed]:
+    choose, _ = target_pass(target, conversation, work, meter)
+    return target_verdict(core, conversation, work, choose, meter)
+
+
+def target_pass(target: Target, conversation: Conversation, work: Verify, meter: Meter) -> tuple[Choose, float]:
     start = time.perf_counter()
     choose = target.verify([(conversation, work.guesses)])[0]
+    seconds = time.perf_counter() - start
+    meter.target_busy += seconds
+    meter.rounds.append(RoundStats(len(work.nodes), 0, seconds))
+    return choose, seconds
+
+
+def target_verdict(core: DuoCore, conversation: Conversation, work: Verify, choose: Choose, meter: Meter) -> list[Committed]:
+    start = time.perf_counter()
     gained = core.verdict_arrived(work, walk(work.guesses, choose))
     conversation.commit([committed.token for committed in gained])
     now = time.perf_counter()
-    meter.target_busy += now - start
     if meter.first_token is None:
         meter.first_token = now
-    accepted = sum(1 for committed in gained if committed.source != "target")
-    meter.rounds.append(RoundStats(len(work.nodes), accepted, now - start))
+    accepted = sum(1 for committed in gained if committed.source is not Source.TARGET)
+    meter.target_busy += now - start
+    meter.rounds[-1] = replace(meter.rounds[-1], accepted=accepted, seconds=meter.rounds[-1].seconds + now - start)
     return gained
+
+
+class Overlap:
+    """One answer with the draft in its worker: its guesses go into the core, what the target said goes out to it."""
+
+    def __init__(
+        self,
+        core: DuoCore,
+        target: Target,
+        conversation: Conversation,
+        remote: RemoteDrafter,
+        lookup: LookupDrafter | None,
+        meter: Meter,
+        pace: Pace,
+        *,
+        lockstep: bool,
+    ) -> None:
+        self._core, self._target, self._conversation, self._lockstep = core, target, conversation, lockstep
+        self._remote, self._free = remote, Drafters(lookup=lookup)
+        self._meter, self._pace = meter, pace
+        self._clock = DraftClock(pace.costs.draft, pace.costs.latency)
+        self._quiet = False  # waited for in vain; not again before it speaks
+
+    def rounds(self) -> Iterator[list[Committed]]:
+        guess_for_free(self._core, self._free)
+        ended = time.monotonic()
+        while (work := self._core.step(self._outlook())) is not None:
+            if isinstance(work, Wait):
+                self._wait(work.seconds)
+            elif isinstance(work, Verify):
+                gained = self._round(work)
+                self._core.round_took(len(gained), time.monotonic() - ended)
+                yield gained
+                ended = time.monotonic()
+
+    def _round(self, work: Verify) -> list[Committed]:
+        root, alone = self._core.tree.position, self._remote.at_rest
+        choose, seconds = target_pass(self._target, self._conversation, work, self._meter)
+        self._take()
+        if self._lockstep:
+            self._barrier(root, seconds)
+        gained = target_verdict(self._core, self._conversation, work, choose, self._meter)
+        self._commit([committed.token for committed in gained])
+        if len(self._meter.rounds) > 1:  # the first pass read the prompt
+            self._pace.target_pass(1 + len(work.nodes), seconds, root, alone=alone)
+        return gained
+
+    def _commit(self, tokens: Sequence[int]) -> None:
+        """Tell the worker first, it may be waiting; then see what it has to say."""
+        dead = self._remote.interruptible and self._core.all_dead(self._clock.expanding)
+        self._remote.commit(tokens, grow=self._core.drafting, interrupt=dead)
+        self._clock.committed(time.monotonic(), interrupted=dead)
+        self._free.commit(tokens)
+        guess_for_free(self._core, self._free)
+        self._take()
+
+    def _take(self, timeout: float = 0.0) -> bool:
+        """Guesses that came, into the tree. False: the worker said nothing."""
+        messages = self._remote.poll(timeout)
+        for message in messages:
+            self._meter.draft_busy += message.seconds
+            self._quiet = False
+            if message.width > 0:
+                self._pace.draft_step(message.width, message.seconds)
+                self._core.nodes_arrived(proposals(message))
+            self._clock.began(self._remote.when(message), message.expanding)
+        return bool(messages)
+
+    def _outlook(self) -> Outlook | None:
+        return self._clock.outlook(time.monotonic()) if self._remote.growing and not self._quiet else None
+
+    def _wait(self, seconds: float) -> None:
+        start = time.monotonic()
+        self._quiet = not self._take(WAIT_SLACK * seconds + WAIT_LEAST)
+        self._meter.waited += time.monotonic() - start
+
+    def _barrier(self, root: int, seconds: float) -> None:
+        """Lockstep: until it has drafted its budget below the token at `root`, which the target's pass was about."""
+        start = time.monotonic()
+        end = start + max(BARRIER_LEAST, BARRIER_SLACK * seconds)
+        while self._remote.keeps_up and not self._quiet and not self._remote.done_at(root):
+            left = end - time.monotonic()
+            self._quiet = left <= 0 or not self._take(left)
+        self._meter.waited += time.monotonic() - start
+
+
+def proposals(message: Nodes) -> list[Proposal]:
+    return [Proposal(key, parent, token, p, Source.MODEL) for key, parent, token, p in message.nodes]
+
+
+def overlap(
+    core: DuoCore,
+    target: Target,
+    conversation: Conversation,
+    remote: RemoteDrafter,
+    lookup: LookupDrafter | None,
+    meter: Meter,
+    pace: Pace,
+    *,
+    lockstep: bool = False,
+) -> Iterator[list[Committed]]:
+    """The target here, the draft in its worker, both at once. Yields the tokens of each round."""
+    try:
+        yield from Overlap(core, target, conversation, remote, lookup, meter, pace, lockstep=lockstep).rounds()
+    finally:
+        remote.pause()

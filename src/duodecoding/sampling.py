@@ -23,6 +23,7 @@ Row = npt.NDArray[np.float32]  # (vocab,)
 Ids = npt.NDArray[np.int64]
 
 HEAD = 256
+MIN_TEMPERATURE = 1e-6  # below it noise decides nothing, and logits divided by it leave the range of float32
 TAIL_NOISE = -1  # pseudo-tokens of the noise: the tail's own Gumbel, and the draw inside the tail
 TAIL_DRAW = -2
 
@@ -57,7 +58,8 @@ def uniform(seed: int, position: int, tokens: Ids) -> npt.NDArray[np.float64]:
     with np.errstate(over="ignore"):
         key = np.array([seed], dtype=np.uint64) * _GOLDEN + np.array([position], dtype=np.uint64)
         bits = _mix(_mix(key) + tokens.astype(np.uint64) * _GOLDEN)
-    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    # 52 bits, not 53: with the half that keeps 0 out, the largest would round to 1, whose noise is infinite.
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, position: int, tokens: Ids) -> Row:
@@ -79,7 +81,7 @@ def largest(row: Row, k: int) -> Ids:
     if near.size < k:  # entries at minus infinity
         near = np.arange(row.size)
     elif near.size > 4 * k:
-        near = np.sort(near[np.argpartition(row[near], near.size - k)[-k:]])
+        near = near[row[near] >= np.partition(row[near], near.size - k)[near.size - k]]
     return near[np.argsort(-row[near], kind="stable")[:k]]
 
 
@@ -103,14 +105,15 @@ class Sampler:
         """The token at `position`, after the committed tokens and `path`."""
         row = self._penalised(logits, path)
         token = int(row.argmax()) if self.params.greedy else self._draw(row, position)
-        return Choice(token, float(logits[token] - self._log_sum_exp(logits)))
+        top = logits[token] if self.params.greedy and row is logits else logits.max()
+        return Choice(token, float(logits[token] - self._log_sum_exp(logits, top)))
 
     def guesses(self, logits: Row, position: int, k: int, path: Sequence[int] = ()) -> list[Guess]:
         """The k tokens the target will most likely choose at `position`, judged by the draft's logits."""
         row = self._penalised(logits, path)
         if self.params.greedy:
             ids, scores = self._best(row, largest(row, k))
-            total = self._log_sum_exp(row)
+            total = self._log_sum_exp(row, scores[0])
         else:
             ids, scores, tail = self._contest(row, position, head=64)
             order = np.argsort(-scores, kind="stable")[:k]
@@ -156,7 +159,7 @@ class Sampler:
         Leaves the tail's weights in `_weights` when there is a tail.
         """
         params = self.params
-        scaled = row / np.float32(params.temperature)
+        scaled = row / np.float32(max(params.temperature, MIN_TEMPERATURE))
         ids = largest(scaled, params.top_k or head)
         tail = -np.inf
         if params.top_p < 1 or params.min_p > 0:
@@ -188,8 +191,8 @@ class Sampler:
                 return kept
             ids = largest(scaled, 8 * ids.size)  # the nucleus may go on past the head
 
-    def _log_sum_exp(self, row: Row) -> float:
-        top = row.max()
+    def _log_sum_exp(self, row: Row, top: np.float32) -> float:
+        """`top`: the row's maximum, which the caller knows: to look for it takes as long as to add up."""
         np.subtract(row, top, out=self._weights)
         np.exp(self._weights, out=self._weights)
         return float(top) + float(np.log(self._weights.sum()))

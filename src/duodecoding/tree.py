@@ -85,6 +85,12 @@ class TokenTree:
         """Is the node the root or below it?"""
         return node is self.root or self._live.get(node.key) is node
 
+    def find(self, key: int) -> Node | None:
+        """The root or a live guess by its key."""
+        if key == self.root.key or -key == self.position or self._passed.get(key) == self.position:
+            return self.root
+        return self._live.get(key)
+
     def add(self, proposal: Proposal) -> Node | None:
         """Hang a guess into the tree. None if its parent is gone. The same token under the same parent is one node."""
         parent = self._home(proposal)
@@ -114,10 +120,8 @@ class TokenTree:
 
     def frontier(self, width: int) -> list[Node]:
         """The `width` unexpanded nodes of highest path probability, the root included."""
-        if not self.root.expanded:
-            found, wanted = [self.root], width - 1
-        else:
-            found, wanted = [], width
+        found = [self.root] if width > 0 and not self.root.expanded else []
+        wanted = width - len(found)
         taken = []
         while self._open and wanted > 0:
             entry = heapq.heappop(self._open)
@@ -199,14 +203,19 @@ def likeliest_first(nodes: Sequence[Node]) -> list[Node]:
     """The same nodes, depth first with the likelier child first: the likeliest path comes out contiguous and in front."""
     chosen = {id(node) for node in nodes}
     tops = [node for node in nodes if node.parent is None or id(node.parent) not in chosen]
-    stack = sorted(tops, key=lambda n: n.logp)
+    stack = _likeliest_last(tops)
     ordered: list[Node] = []
     while stack:
         node = stack.pop()
         ordered.append(node)
         below = [child for child in node.children.values() if id(child) in chosen]
-        stack.extend(sorted(below, key=lambda n: n.logp))
+        stack += _likeliest_last(below)
     return ordered
+
+
+def _likeliest_last(nodes: Sequence[Node]) -> list[Node]:
+    """Of equals the one that came first, as in `TokenTree.likeliest_path`."""
+    return sorted(nodes, key=lambda node: -node.logp)[::-1]
 
 
 def as_pass(nodes: Sequence[Node]) -> tuple[PassNode, ...]:

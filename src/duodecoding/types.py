@@ -18,6 +18,8 @@ class Mode(StrEnum):
     OFF = "off"
     CHAIN = "chain"
     SERIAL = "serial"
+    LOCKSTEP = "lockstep"
+    DUO = "duo"
 
 
 class Source(StrEnum):
@@ -88,12 +90,16 @@ class EngineConfig:
     gpu_layers: int = 0  # layers of the target on the GPU; -1: all
     draft_length: int = 4  # nodes on one guessed path (chain), draft steps a round (serial)
     draft_width: int = 2  # leaves per draft step (serial)
-    max_nodes: int = 16  # nodes per target pass (serial)
+    max_nodes: int = 64  # guesses per target pass at most; measured costs lower it
+    draft_at: str = ""  # HOST:PORT of a draft server, instead of a draft on this machine (lockstep, duo)
+    draft_secret: str = field(default="", repr=False)  # that the server asks for
+    branching: int = 8  # guesses kept of an expanded leaf
     offline: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in list(Mode):
             raise UsageError(f"unknown mode {self.mode!r}", f"the modes are {', '.join(Mode)}")
+        object.__setattr__(self, "mode", Mode(self.mode))  # "off" is as good as Mode.OFF, but everyone compares by identity
         _check("ctx_size", self.ctx_size, self.ctx_size >= 16, "at least 16 tokens")
         _check("threads", self.threads, 0 <= self.threads <= 1024, "0 (automatic) to 1024")
         _check("threads_draft", self.threads_draft, 0 <= self.threads_draft <= 1024, "0 (automatic) to 1024")
@@ -140,6 +146,9 @@ class Stats:
     accepted_by_source: Mapping[str, int]
     target_busy_seconds: float
     draft_busy_seconds: float
+    wait_seconds: float = 0.0  # that the target waited for guesses
+    draft_faults: int = 0  # the draft worker died, stalled, spoke nonsense; the answer is the same without it
+    draft_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

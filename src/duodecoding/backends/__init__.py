@@ -23,12 +23,12 @@ def load_target(path: Path, config: EngineConfig) -> Target:
     return llamacpp.LlamaTarget(model, context=config.ctx_size, threads=config.threads)
 
 
-def load_draft(path: Path, config: EngineConfig) -> Draft:
-    """On the CPU, wherever the target runs: that is the point."""
+def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draft:
+    """On the CPU, wherever the target runs: that is the point. `exact`: its guesses do not depend on the order of the work."""
     from duodecoding.backends import llamacpp
 
     model = llamacpp.LlamaModel(_gguf(path))
-    return llamacpp.LlamaDraft(model, context=config.ctx_size, threads=config.threads_draft or config.threads)
+    return llamacpp.LlamaDraft(model, context=config.ctx_size, threads=config.threads_draft or config.threads, exact=exact)
 
 
 def _gguf(path: Path) -> Path:

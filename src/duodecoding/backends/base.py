@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -90,6 +91,10 @@ class Draft(Protocol):
 
     def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
         """One step: the logits after each leaf. A leaf's parent was expanded before (or is the root)."""
+        ...
+
+    def stop_on(self, flag: mmap.mmap) -> None:
+        """From now on a step ends early with `Interrupted`, and leaves no trace, while the first byte of `flag` is not 0."""
         ...
 
     def commit(self, tokens: Sequence[int], path: Sequence[int], alive: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ K in BF16 beside V in F16 keeps it on one.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,9 +162,15 @@ class _Context:
             )
         self.memory = C.llama_get_memory(self.handle)
         self.vocab_size = model.vocabulary.size
-        self._stop = ctypes.create_string_buffer(2)
+        self._array_types: dict[int, type[ctypes.Array[ctypes.c_float]]] = {}  # of the logits, by the number of outputs
+        self._stop: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(2)
         self._set_abort_callback()
         self._make_batch()
+
+    def stop_on(self, flag: mmap.mmap) -> None:
+        """Let another process stop a pass."""
+        self._stop = (ctypes.c_char * 2).from_buffer(flag)
+        self._set_abort_callback()
 
     def _set_abort_callback(self) -> None:
         # llama.cpp asks after every operation of the graph. A Python callback would take the interpreter's lock a thousand
@@ -212,8 +219,11 @@ class _Context:
 
     def logits(self) -> Row:
         """The kept logits, (outputs, vocab). A view: the next pass overwrites it."""
-        pointer = C.llama_get_logits(self.handle)
-        return np.ctypeslib.as_array(pointer, (self._n_outputs, self.vocab_size))
+        count = self._n_outputs
+        address = ctypes.addressof(C.llama_get_logits(self.handle).contents)
+        if count not in self._array_types:  # to make a type costs more than the rest of this
+            self._array_types[count] = ctypes.c_float * (count * self.vocab_size)
+        return np.ctypeslib.as_array(self._array_types[count].from_address(address)).reshape(count, self.vocab_size)
 
     def abort(self) -> None:
         self._stop[0] = b"\1"
@@ -248,15 +258,15 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def paths_of(nodes: Sequence[PassNode]) -> list[list[int]]:
-    """For each node the sequences it belongs to, one for every leaf below it. The first leaf's path is sequence 0."""
+    """For each node the sequences it belongs to, one for every leaf below it. Sequence 0 is the path that the pass begins with."""
     parents = {node.parent for node in nodes}
+    paths: list[list[int]] = []  # indices from the root down to each node
+    for i, node in enumerate(nodes):
+        paths.append([*(paths[node.parent] if node.parent != ROOT else ()), i])
     sequences: list[list[int]] = [[] for _ in nodes]
-    leaves = [i for i in range(len(nodes)) if i not in parents]
-    for number, leaf in enumerate(leaves):
-        i = leaf
-        while i != ROOT:
+    for number, path in enumerate(sorted(path for i, path in enumerate(paths) if i not in parents)):
+        for i in path:
             sequences[i].append(number)
-            i = nodes[i].parent
     return sequences
 
 
@@ -277,8 +287,9 @@ class LlamaConversation:
             kept += 1
         self.cached = len(self.tokens) + kept
         self.tokens.extend(tokens)
-        self.nodes = ()
-        self._target.trim(self)
+        if self.nodes:  # a bare pass leaves nothing to drop
+            self.nodes = ()
+            self._target.trim(self)
 
 
 class LlamaTarget:
@@ -381,12 +392,13 @@ class LlamaTarget:
 class LlamaDraft:
     """The model that guesses. Every path of expanded nodes has a sequence; a fork copies the cells' names, not the cells."""
 
-    def __init__(self, model: LlamaModel, *, context: int, threads: int = 0) -> None:
+    def __init__(self, model: LlamaModel, *, context: int, threads: int = 0, exact: bool = False) -> None:
+        """`exact`: guesses do not depend on the order of the work. Nothing but virtual time's reproducibility needs that."""
         model.check_can_roll_back()
         self.model = model
         self.vocabulary: Vocabulary = model.vocabulary
         self.context = _usable_context(model, context)
-        self._context = _Context(model, self.context, threads, exact=False)
+        self._context = _Context(model, self.context, threads, exact=exact)
         self._tokens: list[int] = []
         self._cached = 0  # committed tokens in the KV cache
         self._trunk = 0  # the sequence that holds them
@@ -410,9 +422,13 @@ class LlamaDraft:
         self._end[self._trunk] = self._cached
         return self._cached < len(self._tokens) - 1
 
+    def stop_on(self, flag: mmap.mmap) -> None:
+        self._context.stop_on(flag)
+
     def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
         while len(self._tokens) - self._cached > BATCH // 2:
             self.read()
+        before = self._cached, dict(self._sequence), dict(self._end)
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[tuple[int]] = []
@@ -428,10 +444,21 @@ class LlamaDraft:
             tokens += new
             positions += range(start, start + len(new))
             sequences += [(sequence,)] * len(new)
-        self._context.decode(tokens, positions, sequences, outputs=len(leaves))
+        try:
+            self._context.decode(tokens, positions, sequences, outputs=len(leaves))
+        except Interrupted:
+            self._undo(*before)
+            raise
         rows = self._context.logits()
         row_of = {leaf.key: rows[i] for i, leaf in enumerate(ordered)}
         return [row_of[leaf.key] for leaf in leaves]
+
+    def _undo(self, cached: int, sequence: dict[int, int], end: dict[int, int]) -> None:
+        """Back to before a step that was broken off."""
+        self._free += set(self._end) - set(end)
+        for number in self._end:
+            self._context.cut(number, end.get(number, -1))
+        self._cached, self._sequence, self._end = cached, sequence, end
 
     def _place(self, leaf: Leaf, parent: int) -> int:
         """The sequence for a node: its parent's if that ends there, else a new one forked off."""

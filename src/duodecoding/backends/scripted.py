@@ -6,6 +6,7 @@ give the right answer for the wrong reasons is found out.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -181,6 +182,10 @@ class ScriptedDraft:
         self.vocabulary, self.context = vocabulary, context
         self.steps: list[int] = []  # leaves of each step
         self._script, self._sequences = script, sequences
+        self._flag: mmap.mmap | None = None
+
+    def stop_on(self, flag: mmap.mmap) -> None:
+        self._flag = flag
 
     def open(self, prompt: Sequence[int]) -> None:
         demand(len(prompt) > 0, "an empty prompt")
@@ -192,6 +197,8 @@ class ScriptedDraft:
         return False
 
     def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
+        if self._flag is not None and self._flag[0]:
+            raise Interrupted("the step was stopped")
         new = {leaf.key: self._history(leaf) for leaf in leaves}
         demand(len(new) == len(leaves) > 0, "a step without leaves, or a leaf twice")
         demand(self._keys.isdisjoint(new) and not set(new.values()) & set(self._expanded.values()), "a node expanded again")

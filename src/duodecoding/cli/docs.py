@@ -16,7 +16,7 @@ from duodecoding.cli.main import app
 
 PAGE = Path("docs/cli.md")
 WIDTH = 110
-_BLOCK = re.compile(r"<!-- help: ?(?P<command>[a-z ]*?) ?-->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- help: ?(?P<command>[a-z -]*?) ?-->\n.*?<!-- end -->", re.DOTALL)
 
 
 def help_text(command: str) -> str:

@@ -28,8 +28,11 @@ ENGINE_HELP = {
     "threads_draft": "Threads of the draft. 0: as many as the target.",
     "gpu_layers": "Layers of the target on the GPU. -1: all.",
     "draft_length": "Guesses on one path; with a tree, draft steps per round.",
-    "draft_width": "With a tree: leaves expanded per draft step.",
+    "draft_width": "With a tree: leaves expanded per draft step at most.",
+    "branching": "With a tree: guesses kept of an expanded leaf.",
     "max_nodes": "With a tree: most guesses verified in one pass.",
+    "draft_at": "HOST:PORT of a draft server on another machine, instead of a draft here (modes lockstep and duo).",
+    "draft_secret": "The secret that the draft server asks for. Better set by the environment variable, which others cannot see.",
     "offline": "Never ask the hub, use only what is on this machine.",
 }
 SAMPLING_HELP = {
@@ -73,6 +76,21 @@ class ReportOptions:
     json: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DraftServerOptions:
+    """Where `duo draft-server` listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 7777  # 0: any that is free
+    secret: str = field(default="", repr=False)
+
+
+DRAFT_SERVER_HELP = {
+    "host": "Address to listen on. Beyond this machine a secret is needed.",
+    "port": "Port to listen on. 0: any that is free.",
+    "secret": "What engines must know. Better set by the environment variable, which others cannot see.",
+}
+DRAFT_MODEL_HELP = {**ENGINE_HELP, "threads": "Threads of the draft. 0: one per physical core."}
 RUN_HELP = {
     "system": "System message, put before the prompt by the chat template.",
     "raw": "Give the model the prompt as it is, without its chat template.",
@@ -163,7 +181,7 @@ def takes_value(token: str) -> bool:
 
 
 def _value_flags() -> set[str]:
-    records = (EngineConfig, SamplingParams, RunOptions, ChatOptions)
+    records = (EngineConfig, SamplingParams, RunOptions, ChatOptions, DraftServerOptions)
     names = {name for record in records for name, hint in get_type_hints(record).items() if hint is not bool}
     return {"--" + name.replace("_", "-") for name in names} | set(SHORT.values())
 
@@ -182,12 +200,16 @@ if TYPE_CHECKING:
     ChatFlags = ChatOptions
     ReportFlags = ReportOptions
     MachineFlags = EngineConfig
+    DraftServerFlags = DraftServerOptions
+    DraftModelFlags = EngineConfig
 else:
     EngineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE)
     SamplingFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER)
     RunFlags = derive(RunOptions, RUN_HELP, OUTPUT)
     ChatFlags = derive(ChatOptions, CHAT_HELP, OUTPUT)
     ReportFlags = derive(ReportOptions, REPORT_HELP, OUTPUT)
+    DraftServerFlags = derive(DraftServerOptions, DRAFT_SERVER_HELP, OUTPUT)
+    DraftModelFlags = derive(EngineConfig, DRAFT_MODEL_HELP, ENGINE, only=("ctx_size", "threads", "offline"))
     MachineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=("threads", "gpu_layers", "offline"))
 
 NO_ENGINE_FLAGS = EngineFlags()
@@ -196,3 +218,5 @@ NO_RUN_FLAGS = RunFlags()
 NO_CHAT_FLAGS = ChatFlags()
 NO_REPORT_FLAGS = ReportFlags()
 NO_MACHINE_FLAGS = MachineFlags()
+NO_DRAFT_SERVER_FLAGS = DraftServerFlags()
+NO_DRAFT_MODEL_FLAGS = DraftModelFlags()

@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 from duodecoding import __version__
 from duodecoding.cli.chat import chat
 from duodecoding.cli.doctor import doctor
+from duodecoding.cli.draft_server import draft_server
 from duodecoding.cli.flags import ENV_PREFIX, takes_value
 from duodecoding.cli.interrupts import exit_code
 from duodecoding.cli.models import models
@@ -28,7 +29,7 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
 )
-COMMANDS: tuple[Callable[..., int], ...] = (run, chat, models, doctor)
+COMMANDS: tuple[Callable[..., int], ...] = (run, chat, draft_server, models, doctor)
 for place, command in enumerate(COMMANDS):
     app.command(command, sort_key=place)
 

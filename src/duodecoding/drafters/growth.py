@@ -24,17 +24,36 @@ class Growth(Protocol):
 class BestFirst:
     """The likeliest leaves anywhere in the tree: how the living tree grows, and a tree drafted in turns."""
 
-    def __init__(self, width: int = 2, *, curve: CostCurve | None = None, branching: int = 4, floor: float = 0.0) -> None:
-        """With a `curve` the planner chooses each step's width, up to `width`. Leaves less likely than `floor` are left."""
-        self._width, self._curve, self._floor = width, curve, floor
+    def __init__(
+        self, width: int = 2, *, curve: CostCurve | None = None, branching: int = 4, floor: float = 0.0, cover: int = 0
+    ) -> None:
+        """With a `curve` the planner chooses each step's width, up to `width`. Leaves less likely than `floor` are left, and so
+        are those without a chance of a child among the `cover` likeliest guesses (0: all have one)."""
+        self._width, self._curve, self._floor, self._cover = width, curve, floor, cover
         self.branching = branching
 
     def leaves(self, tree: TokenTree, room: int) -> list[Node]:
         best = tree.frontier(min(self._width, room))
+        if self._cover > 0 and len(covered := tree.select(self._cover)) == self._cover:
+            best = [node for node in best if node.logp > covered[-1].logp]
         likely = [node for node in best if tree.probability(node) >= self._floor]
         if self._curve is None or len(likely) < 2:
             return likely
         return likely[: how_many_leaves([tree.probability(node) for node in likely], self._curve, self._width)]
+
+    def committed(self, tree: TokenTree) -> None:
+        pass
+
+
+class LikeliestPath:
+    """The end of the likeliest path and nothing else: no hedge against any other outcome."""
+
+    def __init__(self, *, branching: int = 4) -> None:
+        self.branching = branching
+
+    def leaves(self, tree: TokenTree, room: int) -> list[Node]:
+        end = _end(tree.root)
+        return [end] if room > 0 and not end.expanded else []
 
     def committed(self, tree: TokenTree) -> None:
         pass
@@ -87,7 +106,7 @@ class Chains:
             seconds = [child.logp for child in firsts[0].children.values()]
             bar = max(seconds, default=-1e9)  # log of p(first_1) · p(second_1), both below the tip
             self._ends = [first for i, first in enumerate(firsts[: self._most]) if i == 0 or first.logp > bar]
-        self._ends = [_end(node) for node in self._ends]
+        self._ends = [end for end in map(_end, self._ends) if not end.expanded]  # one without guesses below it is a dead end
         return self._ends
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
+from duodecoding.planner import Calibration
 from duodecoding.tree import Proposal
 from duodecoding.types import Source
 
@@ -22,13 +23,25 @@ class LookupDrafter:
     def __init__(self, length: int = 8) -> None:
         self._length = length
         self._keys = count(KEYS_FROM)
+        self.calibration = Calibration()
+        self._chains: list[list[tuple[int, float]]] = []  # of the last guess: token, probability before calibration
 
     def open(self, prompt: Sequence[int]) -> None:
         self._tokens: list[int] = []
         self._places: dict[tuple[int, ...], deque[int]] = {}
-        self.commit(prompt)
+        self._chains = []
+        self._learn(prompt)
 
     def commit(self, tokens: Sequence[int]) -> None:
+        for chain in self._chains:
+            for (token, p), right in zip(chain, tokens, strict=False):
+                self.calibration.observe(p, token == right)
+                if token != right:
+                    break
+        self._chains = []
+        self._learn(tokens)
+
+    def _learn(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._tokens.append(token)
             end = len(self._tokens)
@@ -38,6 +51,7 @@ class LookupDrafter:
 
     def guess(self) -> list[Proposal]:
         """Chains below the root, from the longest match first."""
+        self._chains = []
         found: list[Proposal] = []
         starts: set[int] = set()
         end = len(self._tokens)
@@ -51,8 +65,11 @@ class LookupDrafter:
     def _chain(self, place: int, p: float) -> list[Proposal]:
         parent = -(len(self._tokens) - 1)
         chain = []
+        said = []
         for token in self._tokens[place : place + self._length]:
             key = next(self._keys)
-            chain.append(Proposal(key, parent, token, p, Source.LOOKUP))
+            chain.append(Proposal(key, parent, token, self.calibration(p), Source.LOOKUP))
+            said.append((token, p))
             parent, p = key, min(0.95, p + 0.1)  # each right guess makes the next likelier
+        self._chains.append(said)
         return chain

@@ -33,6 +33,10 @@ class ModelDrafter:
         self._said: dict[int, float] = {}  # what the draft said before calibration, by key of the guess
         self._keys = count(1)
 
+    def number_from(self, first_key: int) -> None:
+        """Keys of the guesses from now on. One answer may be opened twice, and a key never comes back."""
+        self._keys = count(first_key)
+
     def read(self) -> bool:
         """Read a chunk of the prompt. False: done, the tree can grow."""
         return self._draft.read()
