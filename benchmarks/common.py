@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from duodecoding.backends.llamacpp import physical_cores
-
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -22,11 +20,19 @@ def machine() -> dict[str, Any]:
     """CPU model, cores that this process may use, and how busy they are already."""
     return {
         "cpu": _cpu_model(),
-        "cores": physical_cores(),
+        "cores": _cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
+
+
+def _cores() -> int | None:
+    try:
+        from duodecoding.backends.llamacpp import physical_cores
+    except ImportError:  # a machine that runs torch only
+        return os.cpu_count()
+    return physical_cores()
 
 
 def _cpu_model() -> str:

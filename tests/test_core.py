@@ -105,7 +105,7 @@ def play(world: World, params: SamplingParams, config: EngineConfig, chaos: Chao
     return core, texts
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(worlds(), parameters(), configs(list(Mode)), st.integers(0, 2**32))
 def test_no_interleaving_changes_the_answer(world: World, params: SamplingParams, config: EngineConfig, seed: int) -> None:
     assume(len(world.prompt) < world.context)

@@ -101,7 +101,7 @@ def test_a_worker_that_never_speaks_never_holds_up_an_answer() -> None:
         result = answer(llm)
         assert result.stats.draft_faults == 0
         assert result.stats.wait_seconds == 0
-        assert llm.speculation == "on"
+        assert result.speculation == "off: the draft worker was not ready"
     silent.set()
 
 
@@ -266,8 +266,9 @@ def test_nobody_listens_there() -> None:
     remote = RemoteDrafter(connect("127.0.0.1:9"), WORLD.size)
     llm = LLM.of(WORLD.target(), Drafters(remote=remote), DUO)
     for _ in range(3):
-        answer(llm)
+        result = answer(llm)
     assert remote.faults >= 1
+    assert result.speculation.startswith("off: the draft worker")
     llm.close()
 
 

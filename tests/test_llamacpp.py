@@ -38,10 +38,6 @@ TREE = [
 ]
 
 
-# A limit of this llama.cpp: weights in F16, BF16, F32 have another kernel for a pass of one token.
-ONE_TOKEN = "float weights: a pass over one token is computed differently"
-
-
 def tokens_of(target: Target, count: int) -> list[int]:
     text = target.vocabulary.tokenize(TEXT, special=False, bos=False)
     return (text * (count // len(text) + 1))[:count]
@@ -170,17 +166,30 @@ def test_the_number_of_threads_changes_nothing(model_path: Path, real_target: Ll
     two.close()
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", pytest.param("F16", marks=pytest.mark.xfail(strict=False, reason=ONE_TOKEN))])
-def test_other_quantisations(kind: str, model_path: Path, tmp_path: Path) -> None:
-    small = tinymodels.requantised(model_path, tmp_path / "small.gguf", 2, gguf.GGMLQuantizationType[kind])
-    target = load_target(small, EngineConfig(ctx_size=256, threads=1))
+@pytest.fixture(scope="module")
+def float_model(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers in F16."""
+    return tinymodels.requantised(model_path, tmp_path_factory.mktemp("models") / "f16.gguf", 2, gguf.GGMLQuantizationType.F16)
+
+
+# Where rows are too short for K-quants, llama.cpp takes Q5_0 or Q8_0: here all matrices but one a layer.
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS"])
+def test_other_quantisations(kind: str, float_model: Path, tmp_path: Path) -> None:
+    """A pass of few tokens, of many, and of one: whatever kernels llama.cpp has for them."""
+    target = load_target(tinymodels.quantised(float_model, tmp_path / "small.gguf", kind), EngineConfig(ctx_size=256, threads=1))
     assert isinstance(target, LlamaTarget)
     prompt = tokens_of(target, 24)
-    expected = [linear(target, prompt, path_of(TREE, i))[-1] for i in range(len(TREE))]
-    conversation = target.open(prompt, GREEDY)
-    target.verify([(conversation, TREE)])
-    rows = logits(target)
-    assert all(np.array_equal(row, right) for row, right in zip(rows[1:], expected, strict=True))
+    siblings = [PassNode(ROOT, token) for token in range(2000, 2010)]
+    right = {i: linear(target, prompt, path_of(TREE, i))[-1] for i in range(ROOT, len(TREE))}
+    for nodes in (TREE, TREE + siblings, TREE[:1], TREE[:3], siblings):
+        conversation = target.open(prompt, GREEDY)
+        target.verify([(conversation, nodes)])
+        rows = logits(target)
+        assert np.array_equal(rows[0], right[ROOT])
+        assert all(np.array_equal(rows[i + 1], right[i]) for i, node in enumerate(nodes) if node in TREE)
+    conversation = target.open([*prompt, 338, 260], GREEDY)
+    target.verify([(conversation, [])])
+    assert np.array_equal(logits(target)[0], right[1])
     target.close()
 
 

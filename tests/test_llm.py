@@ -20,7 +20,7 @@ SERIAL, OFF = EngineConfig(mode=Mode.SERIAL), EngineConfig(mode=Mode.OFF)
 # Scripted models
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(worlds(), parameters(), configs())
 def test_every_mode_and_draft_says_what_plain_decoding_says(world: World, params: SamplingParams, config: EngineConfig) -> None:
     result = world.answer(config, params)

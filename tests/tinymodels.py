@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import llama_cpp
 import numpy as np
+
+from duodecoding.backends import llamacpp
 
 SKIPPED = {"general.architecture"}  # the writer sets it
 
@@ -39,6 +43,17 @@ def requantised(source: Path, to: Path, layers: int, kind: gguf.GGMLQuantization
         return gguf.quants.quantize(gguf.quants.dequantize(tensor.data, tensor.tensor_type), kind), kind
 
     return _write(source, to, layers, convert)
+
+
+def quantised(source: Path, to: Path, kind: str) -> Path:
+    """A float model in any type that llama.cpp can write."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = gguf.LlamaFileType[f"MOSTLY_{kind}"]
+    params.nthread = 1
+    llamacpp.LlamaModel(source, vocabulary_only=True).close()  # quiets llama.cpp
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(to), ctypes.byref(params)):
+        raise RuntimeError(f"llama.cpp could not write {kind}")
+    return to
 
 
 def other_vocabulary(source: Path, to: Path, changes: Mapping[int, str], layers: int = 1) -> Path:

@@ -21,7 +21,7 @@ from duodecoding import LLM
 from duodecoding.backends.base import Conversation, Draft, Target
 from duodecoding.core import Choose
 from duodecoding.drafters.lookup import LookupDrafter
-from duodecoding.realtime import Drafters
+from duodecoding.realtime import Drafters, Pace, guessed_costs
 from duodecoding.remote import BACKOFF, STALL_SECONDS, Launch, Peer, RemoteDrafter, process
 from duodecoding.tree import PassNode
 from duodecoding.types import EngineConfig, SamplingParams
@@ -47,6 +47,19 @@ class SlowTarget:
         if self._random.random() < 0.5:
             time.sleep(self._random.random() * self._delay)
         return self._target.verify(work)
+
+
+class Eager(Pace):
+    """Takes the target for slow and speculation for worth it, whatever the clock says: more guesses in more passes."""
+
+    def __init__(self) -> None:
+        costs = guessed_costs(on_gpu=True)
+        costs.verify[512].scale(20.0)
+        super().__init__(costs)
+        self.switch.window = 10**9
+
+    def target_pass(self, tokens: int, seconds: float, context: int, *, alone: bool) -> None:
+        pass
 
 
 def in_thread(draft: Draft) -> Launch:
@@ -122,7 +135,7 @@ def engine(
     remote = RemoteDrafter(launch, target.vocabulary.size, stall_seconds=stall_seconds, backoff=backoff)
     remote.start()
     llm = LLM.of(target, Drafters(remote=remote, lookup=LookupDrafter() if lookup else None), config)
-    llm._pace.switch.window = 10**9
+    llm._pace = Eager()
     try:
         if ready:
             assert remote.wait_ready(PATIENCE), remote.last_error

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from duodecoding import backends, models, remote
+from duodecoding import backends, measure, models, remote
 from duodecoding.backends.base import Target
 from duodecoding.core import Committed, DuoCore
 from duodecoding.drafters.lookup import LookupDrafter
@@ -23,6 +23,7 @@ from duodecoding.types import EngineConfig, Mode, Result, SamplingParams, Stats,
 
 Message = Mapping[str, str]
 Progress = Callable[[str, float], None]  # what is being done, share done
+FEWEST_CORES = 4  # for two models on one CPU at the same time
 OVERLAPPING = (Mode.LOCKSTEP, Mode.DUO)  # the draft works beside the target, in a process of its own
 
 
@@ -60,6 +61,9 @@ class LLM:
         draft_name = _draft_name(config)
         draft_file = None
         vocabulary = backends.read_vocabulary(file.path)
+        note = _too_few_cores(config, draft_name)
+        if note:
+            draft_name = "lookup"
         if draft_name is not None and draft_name != "lookup" and not config.draft_at:
             draft_file = models.resolve(draft_name, offline=config.offline)
             progress(f"comparing the vocabularies of {file.name} and {draft_file.name}", 0.0)
@@ -74,10 +78,22 @@ class LLM:
         except BaseException:
             drafters.close()
             raise
-        self._assemble(target, drafters, config, file.name, draft_name)
+        self._assemble(target, drafters, config, file.name, draft_name, note)
+        if config.mode is not Mode.OFF:
+            progress("measuring what a pass costs here", 0.9)
+            self._pace = self._measured(file.path, draft_file.path if draft_file else None)
         progress("ready", 1.0)
 
-    def _assemble(self, target: Target, drafters: Drafters, config: EngineConfig, model_name: str, draft_name: str | None) -> None:
+    def _measured(self, target: Path, draft: Path | None) -> Pace:
+        """What `duo profile` stored for this pair and machine, else a first look at the target that takes a moment."""
+        stored = measure.load(measure.key(measure.facts(self.config, target, draft)))
+        if stored is not None:
+            return Pace(stored)
+        return Pace(verify=measure.quick_verify(self._target), on_gpu=self.config.gpu_layers != 0)
+
+    def _assemble(
+        self, target: Target, drafters: Drafters, config: EngineConfig, model_name: str, draft_name: str | None, note: str = ""
+    ) -> None:
         self.config = config
         self.model_name, self.draft_name = model_name, draft_name
         self.context = target.context
@@ -86,6 +102,7 @@ class LLM:
         self._pace = Pace(on_gpu=config.gpu_layers != 0)
         self._stream: Stream | None = None
         self._closed = False
+        self._note = note  # what a person should know although speculation is on
 
     @property
     def speculation(self) -> str:
@@ -97,7 +114,7 @@ class LLM:
             return f"off: the draft worker failed {remote.MAX_FAILURES} times: {drafters.remote.last_error}"
         if drafters.model is None and drafters.lookup is None and drafters.remote is None:
             return "off: there is no draft"
-        return "on"
+        return f"on: {self._note}" if self._note else "on"
 
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Result:
         """Continue a text (or token ids) as it is, without a chat template."""
@@ -178,6 +195,18 @@ def _draft_server_name(config: EngineConfig) -> str:
     return f"draft server {config.draft_at}"
 
 
+def _too_few_cores(config: EngineConfig, draft: str | None) -> str:
+    """Why a draft model cannot run beside the target here; empty if it can. Whoever sets the threads knows better."""
+    beside = config.mode in OVERLAPPING and draft not in (None, "lookup") and not config.draft_at
+    if not beside or config.gpu_layers != 0 or config.threads or config.threads_draft:
+        return ""
+    from duodecoding.backends.llamacpp import physical_cores
+
+    cores = physical_cores()
+    few = f"lookup only, {cores} cores are too few for a draft model beside a target on the CPU (--threads-draft forces it)"
+    return few if cores < FEWEST_CORES else ""
+
+
 def _share_threads(config: EngineConfig) -> EngineConfig:
     """Both models on one CPU at the same time: more threads than cores would make each wait for the other's."""
     if config.mode not in OVERLAPPING or config.threads or config.threads_draft:
@@ -203,7 +232,8 @@ def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabul
     else:
         return Drafters(model=ModelDrafter(backends.load_draft(path, config), vocab_limit=vocabulary))
     worker.start()  # it loads its model while the caller goes on
-    return Drafters(remote=worker)
+    # Text already in the context costs nothing to look up; the published scheme (lockstep) stays as published.
+    return Drafters(remote=worker, lookup=LookupDrafter() if config.mode is Mode.DUO else None)
 
 
 def _draft_cores(config: EngineConfig) -> list[int]:
@@ -289,7 +319,16 @@ class Stream:
             self._meter.finish()
             if worker is not None:
                 self._faults, self._restarts = worker.faults - faults, worker.restarts - restarts
+                self._speculation = self._how_it_went(worker)
             self.running = False
+
+    def _how_it_went(self, worker: RemoteDrafter) -> str:
+        """A worker may have been of no use all through this answer; then it was not "on"."""
+        if self._speculation != "on" or self._core.drafted > 0:
+            return self._speculation
+        if self._faults or (worker.last_error and not worker.alive):
+            return f"off: the draft worker failed: {worker.last_error}"
+        return "off: it did not pay lately" if worker.alive and not self._core.drafting else "off: the draft worker was not ready"
 
     def _answer(
         self, target: Target, drafters: Drafters, config: EngineConfig, pace: Pace, prompt: list[int], params: SamplingParams
@@ -300,7 +339,7 @@ class Stream:
         if worker is None:
             if core.uses_drafts:
                 drafters.open(prompt, params, growth_of(config))
-            return take_turns(core, target, conversation, drafters, meter)
+            return take_turns(core, target, conversation, drafters, meter, pace)
         # Before the target reads the prompt: both read it at the same time.
         worker.open(prompt, params, growth_plan(config, pace.costs, len(prompt)), grow=core.drafting)
         if drafters.lookup is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from duodecoding.costs import CostCurve
 
@@ -78,50 +78,37 @@ def how_many_leaves(probabilities: Sequence[float], draft: CostCurve, widest: in
 
 @dataclass(slots=True)
 class Switch:
-    """Decision 4: is speculation worth it at all? Off when the last rounds were slower than `off` would have been; probes again.
+    """Decision 4: is speculation worth it at all? Keeps an account of time lost and won against `off`, in tokens of `off`.
 
-    Each failed probe doubles the pause, so a useless draft costs a vanishing share of a long run.
+    A loss beyond the limit pauses drafting; gains are remembered only so far, so an old success does not pay for a long loss.
+    Each failed probe doubles the pause: a useless draft costs `limit` tokens once and then a vanishing share.
     """
 
-    window: int = 12  # rounds that a judgement needs
+    limit: float = 3.0  # tokens lost before the first pause
+    probe_limit: float = 0.75  # tokens lost before a probe is given up
+    memory: float = 6.0  # tokens won that count
     shortest_pause: int = 48  # rounds
     longest_pause: int = 3072
-    margin: float = 1.0  # slower than this times `off`: pause
     on: bool = True
     pauses: int = 0
-    _spent: float = 0.0
-    _worth: float = 0.0  # what `off` would have taken for the same tokens
-    _rounds: int = 0
+    _lost: float = 0.0
+    _pause: int = 0  # length of the last pause; 0: none, or trusted again since
     _pause_left: int = 0
-    _pause: int = field(default=0)
 
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
         """A round gave `tokens` in `seconds`; a token in `off` takes `plain`."""
         if not self.on:
             self._pause_left -= 1
-            if self._pause_left <= 0:
-                self.on = True
-                self._reset()
+            self.on = self._pause_left <= 0
             return
-        self._spent += seconds
-        self._worth += tokens * plain
-        self._rounds += 1
-        window = self.window if self._pause == 0 else max(4, self.window // 3)  # a probe is shorter than the first look
-        if self._rounds >= window:
-            self._judge()
-
-    def _judge(self) -> None:
-        if self._spent > self.margin * self._worth:
+        self._lost = max(self._lost + seconds / plain - tokens, -self.memory)
+        if self._lost > (self.probe_limit if self._pause else self.limit):
+            self._pause = self._pause_left = min(max(self.shortest_pause, 2 * self._pause), self.longest_pause)
+            self._lost = 0.0
             self.on = False
             self.pauses += 1
-            self._pause = self._pause_left = min(max(self.shortest_pause, 2 * self._pause), self.longest_pause)
-        elif self._spent < 0.97 * self._worth:
+        elif self._lost < -self.limit:
             self._pause = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._spent = self._worth = 0.0
-        self._rounds = 0
 
 
 def cores_for_draft(allowed: Sequence[int], target_on_gpu: bool) -> tuple[list[int], list[int]]:

@@ -6,7 +6,7 @@ Two loops with the same helpers: `take_turns` with a draft in this process, `ove
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from duodecoding.backends.base import Conversation, Target
@@ -24,6 +24,7 @@ from duodecoding.wire import GrowBestFirst, GrowChains, GrowthPlan, Nodes
 LEAF_FLOOR = 0.003  # leaves less likely than this are not worth a draft step
 WAIT_SLACK = 1.5  # of the time that guesses were expected in, then go on without
 WAIT_LEAST = 0.0005  # seconds; a sleeping process needs some to wake up
+SHORTEST = 1e-7  # seconds; a cost is never nothing
 BARRIER_SLACK = 4.0  # lockstep: of the target's pass, and at least:
 BARRIER_LEAST = 0.25  # seconds
 
@@ -78,9 +79,13 @@ class Drafters:
 class Pace:
     """What this pair costs on this machine, learnt as it goes, and whether it pays. Outlives the answers."""
 
-    def __init__(self, costs: Profile | None = None, *, on_gpu: bool = False) -> None:
-        self._guessed_target = self._guessed_draft = costs is None
-        self.costs = costs if costs is not None else guessed_costs(on_gpu)
+    def __init__(
+        self, costs: Profile | None = None, *, verify: Mapping[int, CostCurve] | None = None, on_gpu: bool = False
+    ) -> None:
+        """From a measured profile, from the target's curves alone, or from nothing."""
+        guess = guessed_costs(on_gpu)
+        self.costs = costs or (replace(guess, verify=verify) if verify else guess)
+        self._guessed_target, self._guessed_draft = costs is None and not verify, costs is None
         self.switch = Switch()
 
     def target_pass(self, tokens: int, seconds: float, context: int, *, alone: bool) -> None:
@@ -91,13 +96,27 @@ class Pace:
             self._guessed_target = False
         elif alone or tokens > 1:
             curve.observe(tokens, seconds)
+        if seconds < curve(1):  # with or without a draft beside it: a plain pass does not take longer than this one
+            curve.observe(1, seconds)
 
     def draft_step(self, width: int, seconds: float) -> None:
+        seconds = max(seconds, SHORTEST)
         if self._guessed_draft:
             self.costs.draft.scale(seconds / self.costs.draft(width))
             self._guessed_draft = False
         else:
             self.costs.draft.observe(width, seconds)
+
+    def draft_step_unfinished(self, width: int, seconds: float) -> None:
+        """A step that was broken off or waited for in vain takes at least so long. Without this a draft slower than the target
+        would never be seen to finish a step, and be taken for fast."""
+        curve = self.costs.draft
+        if width == 0 or seconds < curve(width):
+            return
+        if self._guessed_draft:
+            curve.scale(seconds / curve(width))
+        else:
+            curve.observe(width, seconds)
 
 
 def guessed_costs(on_gpu: bool) -> Profile:
@@ -105,7 +124,7 @@ def guessed_costs(on_gpu: bool) -> Profile:
     slope = 0.003 if on_gpu else 0.1  # of a pass over one token, for each token more
     verify = CostCurve({n: 0.01 * (1 + slope * (n - 1)) for n in (1, 2, 4, 8, 16, 32, 64, 128)})
     draft = CostCurve({1: 0.001, 2: 0.0013, 4: 0.0019, 8: 0.003, 16: 0.0053})
-    return Profile("here", "a guess, refined by every round", False, {512: verify}, draft, 1e-4, 1e-4, 1e-4)
+    return Profile("here", "a guess, refined by every round", False, {512: verify}, draft, 1e-4, 1e-4, 5e-5)
 
 
 def growth_plan(config: EngineConfig, costs: Profile, context: int) -> GrowthPlan:
@@ -119,11 +138,11 @@ def growth_of(config: EngineConfig) -> Growth:
     """How the draft grows the tree in this mode."""
     if config.mode is Mode.CHAIN:
         return BestFirst(width=1, branching=1)
-    return BestFirst(width=config.draft_width)
+    return BestFirst(width=config.draft_width, branching=config.branching)
 
 
 def take_turns(
-    core: DuoCore, target: Target, conversation: Conversation, drafters: Drafters, meter: Meter
+    core: DuoCore, target: Target, conversation: Conversation, drafters: Drafters, meter: Meter, pace: Pace
 ) -> Iterator[list[Committed]]:
     """Draft, verify, draft, verify: one processor at a time. Yields the tokens of each round."""
     guess_for_free(core, drafters)
@@ -131,7 +150,12 @@ def take_turns(
         if not isinstance(work, Verify):
             draft_step(core, drafters, meter)
             continue
+        root = core.tree.position
         gained = target_round(core, target, conversation, work, meter)
+        if len(meter.rounds) > 1:  # the first pass read the prompt
+            seconds = meter.rounds[-1].seconds
+            pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
+            core.round_took(len(gained), seconds)
         yield gained
         if core.finish_reason is None and core.uses_drafts:
             drafters.commit([committed.token for committed in gained])
@@ -201,6 +225,7 @@ class Overlap:
         self._remote, self._free = remote, Drafters(lookup=lookup)
         self._meter, self._pace = meter, pace
         self._clock = DraftClock(pace.costs.draft, pace.costs.latency)
+        self._began = 0.0  # the running draft step, as far as we know
         self._quiet = False  # waited for in vain; not again before it speaks
 
     def rounds(self) -> Iterator[list[Committed]]:
@@ -211,7 +236,8 @@ class Overlap:
                 self._wait(work.seconds)
             elif isinstance(work, Verify):
                 gained = self._round(work)
-                self._core.round_took(len(gained), time.monotonic() - ended)
+                if self._remote.keeps_up or not self._core.drafting:  # a round without a draft says nothing about its worth
+                    self._core.round_took(len(gained), time.monotonic() - ended)
                 yield gained
                 ended = time.monotonic()
 
@@ -219,7 +245,7 @@ class Overlap:
         root, alone = self._core.tree.position, self._remote.at_rest
         choose, seconds = target_pass(self._target, self._conversation, work, self._meter)
         self._take()
-        if self._lockstep:
+        if self._lockstep and len(self._meter.rounds) > 1:  # the first token waits for nobody
             self._barrier(root, seconds)
         gained = target_verdict(self._core, self._conversation, work, choose, self._meter)
         self._commit([committed.token for committed in gained])
@@ -230,7 +256,9 @@ class Overlap:
     def _commit(self, tokens: Sequence[int]) -> None:
         """Tell the worker first, it may be waiting; then see what it has to say."""
         dead = self._remote.interruptible and self._core.all_dead(self._clock.expanding)
-        self._remote.commit(tokens, grow=self._core.drafting, interrupt=dead)
+        if dead:
+            self._note_unfinished()
+        self._remote.commit(tokens, grow=self._core.drafting and self._core.finish_reason is None, interrupt=dead)
         self._clock.committed(time.monotonic(), interrupted=dead)
         self._free.commit(tokens)
         guess_for_free(self._core, self._free)
@@ -245,8 +273,12 @@ class Overlap:
             if message.width > 0:
                 self._pace.draft_step(message.width, message.seconds)
                 self._core.nodes_arrived(proposals(message))
-            self._clock.began(self._remote.when(message), message.expanding)
+            self._began = self._remote.when(message)
+            self._clock.began(self._began, message.expanding)
         return bool(messages)
+
+    def _note_unfinished(self) -> None:
+        self._pace.draft_step_unfinished(len(self._clock.expanding), time.monotonic() - self._began)
 
     def _outlook(self) -> Outlook | None:
         return self._clock.outlook(time.monotonic()) if self._remote.growing and not self._quiet else None
@@ -254,6 +286,8 @@ class Overlap:
     def _wait(self, seconds: float) -> None:
         start = time.monotonic()
         self._quiet = not self._take(WAIT_SLACK * seconds + WAIT_LEAST)
+        if self._quiet:
+            self._note_unfinished()
         self._meter.waited += time.monotonic() - start
 
     def _barrier(self, root: int, seconds: float) -> None:

@@ -421,8 +421,9 @@ class RemoteDrafter:
         self.busy_seconds += message.seconds
         self.steps += message.width > 0
         answer.growing = answer.growing or message.width > 0 or message.done or bool(message.expanding)
-        answer.done, answer.root = message.done, message.root
-        self._owes = not (message.done and message.root >= len(answer.prompt) + len(answer.committed) - 1)
+        answer.root = message.root
+        answer.done = message.done and message.root >= len(answer.prompt) + len(answer.committed) - 1  # not of before a commit
+        self._owes = not answer.done
         return message
 
     # -- faults

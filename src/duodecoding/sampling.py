@@ -23,9 +23,11 @@ Row = npt.NDArray[np.float32]  # (vocab,)
 Ids = npt.NDArray[np.int64]
 
 HEAD = 256
+GUESS_HEAD = 64  # tokens that a draft's guesses are taken from
 MIN_TEMPERATURE = 1e-6  # below it noise decides nothing, and logits divided by it leave the range of float32
 TAIL_NOISE = -1  # pseudo-tokens of the noise: the tail's own Gumbel, and the draw inside the tail
 TAIL_DRAW = -2
+EDGE = 1e-6  # a nucleus ends this much early: sums that should meet top-p exactly then cannot fall on either side by rounding
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -68,21 +70,30 @@ def gumbel(seed: int, position: int, tokens: Ids) -> Row:
     return noise
 
 
-def largest(row: Row, k: int) -> Ids:
-    """Ids of the k largest entries, best first, ties by id. Takes those near the maximum first: a full sort is 20 times dearer."""
-    k = min(k, row.size)
+def near_top(row: Row, k: int) -> Ids:
+    """Ids of the entries close to the maximum, by id, at least k of them: what a search for the best can be limited to."""
     top, width = row.max(), np.float32(10.0)
     if not np.isfinite(top):
-        return np.argsort(-row, kind="stable")[:k]
+        return np.arange(row.size)
     near = np.flatnonzero(row > top - width)
     while near.size < k and width < 1e4:
         width *= np.float32(1.7)
         near = np.flatnonzero(row > top - width)
-    if near.size < k:  # entries at minus infinity
-        near = np.arange(row.size)
-    elif near.size > 4 * k:
-        near = near[row[near] >= np.partition(row[near], near.size - k)[near.size - k]]
-    return near[np.argsort(-row[near], kind="stable")[:k]]
+    return near if near.size >= k else np.arange(row.size)  # else: entries at minus infinity
+
+
+def best_of(row: Row, ids: Ids, k: int) -> Ids:
+    """The k of `ids` with the largest entries, best first, ties by id."""
+    if ids.size > 4 * k:
+        values = row[ids]
+        ids = ids[values >= np.partition(values, ids.size - k)[ids.size - k]]
+    return ids[np.argsort(-row[ids], kind="stable")[:k]]
+
+
+def largest(row: Row, k: int) -> Ids:
+    """Ids of the k largest entries, best first, ties by id. A full sort is 20 times dearer."""
+    k = min(k, row.size)
+    return best_of(row, near_top(row, k), k)
 
 
 class Sampler:
@@ -109,22 +120,37 @@ class Sampler:
         return Choice(token, float(logits[token] - self._log_sum_exp(logits, top)))
 
     def guesses(self, logits: Row, position: int, k: int, path: Sequence[int] = ()) -> list[Guess]:
-        """The k tokens the target will most likely choose at `position`, judged by the draft's logits."""
-        row = self._penalised(logits, path)
-        if self.params.greedy:
-            ids, scores = self._best(row, largest(row, k))
-            total = self._log_sum_exp(row, scores[0])
-        else:
-            ids, scores, tail = self._contest(row, position, head=64)
-            order = np.argsort(-scores, kind="stable")[:k]
-            total = np.logaddexp.reduce(np.append(scores, tail))
-            ids, scores = ids[order], scores[order]
-        p = np.exp(scores - total)
-        return [Guess(int(t), float(x)) for t, x in zip(ids, p, strict=True)]
+        """The k tokens the target will most likely choose at `position`, judged by the draft's logits.
 
-    @staticmethod
-    def _best(row: Row, ids: Ids) -> tuple[Ids, Row]:
-        return ids, row[ids]
+        A step of a small draft takes a millisecond, so only the best tokens are looked at: what they leave out is in the tail,
+        and probabilities are calibrated later anyway.
+        """
+        row, params = self._penalised(logits, path), self.params
+        scale = np.float32(1 if params.greedy else max(params.temperature, MIN_TEMPERATURE))
+        near = near_top(row, min(k, row.size))
+        ids = best_of(row, near, k if params.greedy else GUESS_HEAD)
+        scores = (row[ids] - row[ids[0]]) / scale
+        rest = float(np.exp((row[near] - row[ids[0]]) / scale).sum() - np.exp(scores).sum())
+        if not params.greedy:
+            ids, scores = self._likely(ids, scores)
+            scores = scores + gumbel(params.seed, position, ids)
+            order = np.argsort(-scores, kind="stable")
+            ids, scores = ids[order], scores[order]
+        weights = np.exp(scores - max(scores[0], 0))
+        p = weights[:k] / (weights.sum() + max(rest, 0) * np.exp(-max(scores[0], 0)))
+        return [Guess(token, share) for token, share in zip(ids[:k].tolist(), p.tolist(), strict=True)]
+
+    def _likely(self, ids: Ids, scaled: Row) -> tuple[Ids, Row]:
+        """Top-k, top-p and min-p among the best tokens, as if there were no others."""
+        params = self.params
+        keep = np.ones(ids.size, dtype=bool)
+        if params.top_k:
+            keep[params.top_k :] = False
+        if params.top_p < 1 or params.min_p > 0:
+            p = np.exp(scaled - scaled[0]) * keep
+            p /= p.sum()
+            keep &= (np.cumsum(p) - p < params.top_p) & (p >= params.min_p * p[0])
+        return ids[keep], scaled[keep]
 
     def _penalised(self, logits: Row, path: Sequence[int]) -> Row:
         """Repetition penalty, then presence and frequency, then bias. The caller's row is left alone."""
@@ -178,13 +204,14 @@ class Sampler:
         params = self.params
         best = scaled[ids[0]]
         if params.top_k:
-            total = float(np.exp(scaled[ids] - best).sum())
+            total = float(np.exp((scaled[ids] - best).astype(np.float64)).sum())
         else:
             total = float(np.exp(scaled - best, out=self._weights).sum())
         while True:
-            p = np.exp(scaled[ids] - best) / total
+            weights = np.exp((scaled[ids] - best).astype(np.float64))
+            p = weights / total
             before = np.cumsum(p) - p  # mass ahead of each token
-            keep = (before < params.top_p) & (p >= params.min_p * p[0])
+            keep = (before < params.top_p - EDGE) & (weights >= params.min_p)
             keep[0] = True
             if params.top_k or not keep[-1] or ids.size == scaled.size:
                 kept: Ids = ids[keep]

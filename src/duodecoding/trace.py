@@ -76,7 +76,7 @@ class Timeline:
         kept = [
             Event(e.lane, e.name, max(e.begin, begin), min(e.end, end), e.args)
             for e in self.events
-            if e.begin <= end and e.end >= begin
+            if (begin <= e.begin <= end if e.name is Did.COMMIT else e.begin < end and e.end > begin)
         ]
         return Timeline(self.title, kept)
 

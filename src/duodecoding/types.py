@@ -83,17 +83,22 @@ class EngineConfig:
 
     model: str = "smollm2-135m"
     draft: str = "auto"  # a model name, "lookup", "none"; "auto": the model's own draft if it has one, else lookup
-    mode: Mode = Mode.SERIAL
+    mode: Mode = Mode.DUO
     ctx_size: int = 4096  # tokens; never more than the model was trained for
     threads: int = 0  # 0: all physical cores
     threads_draft: int = 0  # 0: as the target
     gpu_layers: int = 0  # layers of the target on the GPU; -1: all
     draft_length: int = 4  # nodes on one guessed path (chain), draft steps a round (serial)
-    draft_width: int = 2  # leaves per draft step (serial)
+    draft_width: int = 4  # leaves per draft step at most
     max_nodes: int = 64  # guesses per target pass at most; measured costs lower it
     draft_at: str = ""  # HOST:PORT of a draft server, instead of a draft on this machine (lockstep, duo)
     draft_secret: str = field(default="", repr=False)  # that the server asks for
     branching: int = 8  # guesses kept of an expanded leaf
+    backend: Literal["auto", "llamacpp", "torch"] = "auto"  # of the target; auto: llama.cpp for a GGUF file, torch otherwise
+    device: str = "auto"  # torch: cpu, cuda, cuda:N; auto: a GPU if there is one
+    dtype: str = "auto"  # torch: float32, bfloat16, float16; auto: float32 on a CPU, bfloat16 on a GPU
+    compile: Literal["auto", "on", "off"] = "auto"  # torch: faster passes after a slower start; auto: on a GPU
+    warmup: bool = False  # torch on a GPU: make ready for all sizes of a pass before the first answer
     offline: bool = False
 
     def __post_init__(self) -> None:

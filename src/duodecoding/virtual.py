@@ -74,37 +74,40 @@ Memory = dict[tuple[int, ...], list[Guess]]  # of one recording: tokens of its t
 
 
 class RecordedDrafter(ModelDrafter):
-    """A drafter that asks its model once per path and remembers."""
+    """A drafter that asks its model once per path and remembers, across modes and profiles.
+
+    The model reads each path as plain text, never as a part of a tree. That takes longer, but where a token lies in a KV cache
+    moves its logits a little, and what is remembered must not depend on who asked first.
+    """
 
     def __init__(self, draft: Draft, recording: Recording, memory: Memory, *, vocab_limit: int = 0) -> None:
         super().__init__(draft, vocab_limit=vocab_limit)
         self._recording, self._memory = recording, memory
         self._text = [*recording.prompt, *recording.answer]
 
-    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
-        super().open(prompt, params, growth)
-        self._start = len(prompt)
+    def _start(self, _prompt: Sequence[int]) -> None:
+        pass
 
     def _guesses(self, leaves: Sequence[Node]) -> list[list[Guess]]:
-        return [self._recall(node) for node in leaves]
+        places = [self._place(node) for node in leaves]
+        for place in sorted(set(places) - self._memory.keys()):  # neighbours one after the other share most of the cache
+            self._memory[place] = self._read(place)
+        return [self._memory[place] for place in places]
 
-    def _recall(self, node: Node) -> list[Guess]:
+    def _place(self, node: Node) -> tuple[int, ...]:
+        """A path's name in the memory: how far it follows the recorded text, then its own tokens."""
         path = node.path(self._tree.root)
         begin = len(self._tree.tokens)  # committed, so they are those of the recording
         same = next((i for i, token in enumerate(path) if self._text[begin + i : begin + i + 1] != [token]), len(path))
-        key = (begin + same, *path[same:])
-        if key not in self._memory:
-            self._memory[key] = self._ask(begin + same, path[same:])
-        return self._memory[key]
+        return (begin + same, *path[same:])
 
-    def _ask(self, same: int, rest: Sequence[int]) -> list[Guess]:
-        """Guesses after the first `same` tokens of the recorded text and then `rest`."""
-        prefix = [*self._text[:same], *rest]
-        self._draft.open(prefix)
-        row = self._draft.expand([Leaf(1, None, prefix[-1], len(prefix) - 1)])[0]
+    def _read(self, place: tuple[int, ...]) -> list[Guess]:
+        text = [*self._text[: place[0]], *place[1:]]
+        self._draft.open(text)
+        row = self._draft.expand([Leaf(1, None, text[-1], len(text) - 1)])[0]
         sampler = Sampler(self._recording.params, self._recording.prompt, self._draft.vocabulary.size)
-        sampler.commit(prefix[self._start :])
-        return [guess for guess in sampler.guesses(row, len(prefix), BRANCHING) if guess.token < self._vocab_limit]
+        sampler.commit(text[len(self._recording.prompt) :])
+        return [guess for guess in sampler.guesses(row, len(text), BRANCHING) if guess.token < self._vocab_limit]
 
     def _forget(self, tokens: Sequence[int], path: Sequence[int], alive: Sequence[int]) -> None:
         pass

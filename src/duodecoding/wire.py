@@ -157,10 +157,9 @@ def check_nodes(message: Nodes, *, vocabulary: int, first_key: int, end_key: int
     _demand(math.isfinite(message.sent), f"sent at {message.sent}")
     _demand(message.width >= 0 and message.root >= 0, f"{message.width} leaves at {message.root}")
     for key, parent, token, p in message.nodes:
-        _demand(0 <= p <= 1, f"a probability of {p}")  # NaN fails too
-        _demand(0 <= token < vocabulary, f"token {token} of a vocabulary of {vocabulary}")
-        _demand(first_key <= key < end_key, f"the key {key}")
-        _demand(parent <= 0 or first_key <= parent < key, f"the parent {parent} of {key}")
+        named = first_key <= key < end_key and (parent <= 0 or first_key <= parent < key)
+        if not (named and 0 <= token < vocabulary and 0 <= p <= 1):  # NaN fails too
+            raise WireError("the other side speaks nonsense", f"a guess of token {token}, {key} below {parent}, p {p}")
 
 
 def _demand(holds: bool, what: str) -> None:

@@ -15,25 +15,41 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from workers import PATIENCE, Eager
 
 from duodecoding import LLM, SamplingParams, prompts
-from duodecoding.backends import load_draft, load_target
+from duodecoding.backends import load_draft, load_target, read_vocabulary
 from duodecoding.backends.base import Target
+from duodecoding.backends.llamacpp import physical_cores
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.realtime import Drafters
+from duodecoding.remote import RemoteDrafter, spawn
 from duodecoding.types import EngineConfig, Mode, Result
 
 PLAIN = Mode.OFF
-MODES = (Mode.CHAIN, Mode.SERIAL)
+TAKING_TURNS = (Mode.CHAIN, Mode.SERIAL)
+OVERLAPPING = (Mode.LOCKSTEP, Mode.DUO)
+
+
+def in_worker(path: Path, config: EngineConfig) -> Drafters:
+    remote = RemoteDrafter(spawn(path, replace(config, threads_draft=1)), read_vocabulary(path).size)
+    remote.start()
+    assert remote.wait_ready(PATIENCE), remote.last_error
+    return Drafters(remote=remote)
+
+
 DRAFTS: dict[str, Callable[[Path, Path, EngineConfig], Drafters]] = {
     "lookup": lambda model, poor, config: Drafters(lookup=LookupDrafter()),
     "itself": lambda model, poor, config: Drafters(model=ModelDrafter(load_draft(model, config))),
     "six layers": lambda model, poor, config: Drafters(model=ModelDrafter(load_draft(poor, config))),
     "six layers and lookup": lambda model, poor, config: Drafters(ModelDrafter(load_draft(poor, config)), LookupDrafter()),
+    "itself in a worker": lambda model, poor, config: in_worker(model, config),
+    "six layers in a worker": lambda model, poor, config: in_worker(poor, config),
 }
-WHOLE = ("lookup", "itself", "six layers")
-SMALL = ("lookup", "itself", "six layers and lookup")
+WORKERS = ("itself in a worker", "six layers in a worker")
+WHOLE = ("lookup", "itself", "six layers", *WORKERS)
+SMALL = ("lookup", "itself", "six layers and lookup", "itself in a worker")
 
 GREEDY = SamplingParams(max_tokens=96)
 SAMPLED = tuple(SamplingParams(max_tokens=96, temperature=0.8, seed=seed) for seed in (1, 2, 3))
@@ -52,7 +68,10 @@ PROMPTS_PER_TASK = 3
 
 
 def cases(drafts: tuple[str, ...]) -> list[tuple[Mode, str]]:
-    return list(product(MODES, drafts))
+    """Drafts in a worker beside the target, drafts in the process in turns with it, lookup with both."""
+    beside = [draft for draft in drafts if draft in WORKERS or draft == "lookup"]
+    in_turns = [draft for draft in drafts if draft not in WORKERS]
+    return [*product(TAKING_TURNS, in_turns), *product(OVERLAPPING, beside)]
 
 
 def all_prompts() -> dict[str, str]:
@@ -77,6 +96,7 @@ class Models:
     def answer(self, mode: Mode, draft: str | None, name: str, prompt: str, params: SamplingParams) -> Result:
         drafters = self.drafts[draft] if draft is not None else Drafters()
         llm = LLM.of(self.target, drafters, replace(self.config, mode=mode))
+        llm._pace = Eager()
         if name in RAW:
             return llm.generate(prompt, params)
         return llm.chat([{"role": "user", "content": prompt}], params)
@@ -122,7 +142,8 @@ def close(loaded: Models, request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module")
 def whole(model_path: Path, poor_draft: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
-    config = EngineConfig(ctx_size=2048, threads=int(os.environ.get("DUO_THREADS", "0")))
+    threads = int(os.environ.get("DUO_THREADS", "0")) or max(1, physical_cores() - 1)  # one core for the worker
+    config = EngineConfig(ctx_size=2048, threads=threads)
     loaded = load(model_path, poor_draft, WHOLE, config)
     yield loaded
     close(loaded, request)

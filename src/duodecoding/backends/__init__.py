@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from duodecoding.backends.base import Draft, Target, Vocabulary
-from duodecoding.errors import BackendMissing
+from duodecoding.errors import BackendMissing, UsageError
 from duodecoding.types import EngineConfig
+
+Progress = Callable[[str, float], None]  # what is being done, share done
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """The vocabulary of a GGUF file, without its weights. Stays usable while the returned object lives."""
+    """The vocabulary of a model, without its weights. Stays usable while the returned object lives."""
+    if path.is_dir():
+        _require_torch(path)
+        from duodecoding.backends.torch_text import TransformersVocabulary
+
+        return TransformersVocabulary(path)
     from duodecoding.backends import llamacpp
 
-    return llamacpp.LlamaModel(_gguf(path), vocabulary_only=True).vocabulary
+    return llamacpp.LlamaModel(path, vocabulary_only=True).vocabulary
 
 
-def load_target(path: Path, config: EngineConfig) -> Target:
+def uses_torch(path: Path, config: EngineConfig) -> bool:
+    """Whether the target at `path` will be run by torch."""
+    if config.backend == "llamacpp" and path.is_dir():
+        raise UsageError("the backend is llamacpp", f"{path} holds no GGUF file", "Name a GGUF, or leave out --backend.")
+    return config.backend == "torch" or path.is_dir()
+
+
+def on_gpu(path: Path, config: EngineConfig) -> bool:
+    """Whether the target at `path` will work on a GPU."""
+    if not uses_torch(path, config):
+        return config.gpu_layers != 0
+    _require_torch(path)
+    from duodecoding.backends.torch_model import choose_device
+
+    return choose_device(config.device).type == "cuda"
+
+
+def load_target(path: Path, config: EngineConfig, progress: Progress = lambda what, share: None) -> Target:
+    if uses_torch(path, config):
+        _require_torch(path)
+        from duodecoding.backends import torch
+
+        return torch.load(path, read_vocabulary(path), config, progress)
     from duodecoding.backends import llamacpp
 
-    model = llamacpp.LlamaModel(_gguf(path), gpu_layers=config.gpu_layers)
+    model = llamacpp.LlamaModel(path, gpu_layers=config.gpu_layers)
     return llamacpp.LlamaTarget(model, context=config.ctx_size, threads=config.threads)
 
 
@@ -33,5 +64,12 @@ def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draf
 
 def _gguf(path: Path) -> Path:
     if path.is_dir():
-        raise BackendMissing(f"{path} holds no GGUF file", "this version runs GGUF models only", "Convert it, or name a GGUF.")
+        raise BackendMissing(f"{path} holds no GGUF file", "drafts run on llama.cpp only", "Convert it, or name a GGUF.")
     return path
+
+
+def _require_torch(path: Path) -> None:
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise BackendMissing(f"{path} needs torch", why, "Run: pip install 'duodecoding[torch]'")

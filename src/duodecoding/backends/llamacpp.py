@@ -1,9 +1,10 @@
 """llama.cpp in both roles, through llama-cpp-python's low-level API. No other module touches that API.
 
-Exactness rests on two facts about llama.cpp's CPU flash attention, both checked by tests. It walks the cells of the KV cache in
-order and skips masked ones, so a tree pass gives the logits of a linear decode bit for bit as long as the committed tokens lie
-in the cache in their own order. And it changes its algorithm with the shape of the batch when K and V have the same float type;
-K in BF16 beside V in F16 keeps it on one.
+Exactness means that a token's logits do not depend on what else is in its pass. On a CPU, and checked by tests:
+flash attention walks the cells of the KV cache in order and skips masked ones, so the committed tokens must lie in the cache in
+their own order; it changes its algorithm with the shape of the batch when K and V have the same float type, and K in BF16 beside V
+in F16 keeps it on one. Matrices have kernels that differ in rounding: tiles for 8 tokens or more (K-quants) and repacked weights
+for groups of 4 are turned off; the one for a single token (float weights, IQ4) is avoided by a second token in the pass.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ MAX_SEQUENCES = 128  # paths that one tree can have; llama.cpp allows 256
 TYPE_F16, TYPE_BF16 = 1, 30
 ABORTED = 2  # llama_decode's return value
 LOG_ERROR = 4
+# general.file_type of Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K: their matrices have one kernel for any number of tokens.
+SAME_ALONE = frozenset({2, 3, 7, 8, 9, 14, 15, 16, 17, 18})
 
 _log_tail: list[str] = []
 
@@ -43,6 +46,7 @@ def _keep_errors(level: int, text: bytes, _user: object) -> None:
 
 
 def _start() -> None:
+    os.environ.setdefault("GGML_CPU_TILED_MM", "0")  # see above; llama.cpp reads it once, at its first multiplication
     C.llama_log_set(_keep_errors, ctypes.c_void_p(0))
     C.llama_backend_init()
 
@@ -106,14 +110,15 @@ class LlamaVocabulary:
 
 
 class LlamaModel:
-    """A GGUF file in memory. `vocabulary_only` reads everything but the weights."""
+    """A GGUF file in memory. `vocabulary_only` reads everything but the weights. `repack`: faster on some CPUs, not exact."""
 
-    def __init__(self, path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False) -> None:
+    def __init__(self, path: Path, *, gpu_layers: int = 0, vocabulary_only: bool = False, repack: bool = False) -> None:
         _start()
         _log_tail.clear()
         params = C.llama_model_default_params()
         params.n_gpu_layers = 10_000 if gpu_layers < 0 else gpu_layers
         params.vocab_only = vocabulary_only
+        params.use_extra_bufts = repack
         self.path, self.gpu_layers = path, gpu_layers
         self.handle = C.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
@@ -122,6 +127,13 @@ class LlamaModel:
             )
         self.vocabulary = LlamaVocabulary(self.handle)
         self.trained_context = int(C.llama_model_n_ctx_train(self.handle))
+        self.file_type = self._number("general.file_type")
+
+    def _number(self, key: str) -> int:
+        """A value of the file's metadata; -1 where it has none."""
+        buffer = ctypes.create_string_buffer(32)
+        size = C.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
+        return int(buffer.value) if size > 0 and buffer.value.isdigit() else -1
 
     def check_can_roll_back(self) -> None:
         if (
@@ -302,6 +314,19 @@ class LlamaTarget:
         self.context = _usable_context(model, context)
         self._context = _Context(model, self.context, threads, exact=True)
         self._owner: LlamaConversation | None = None
+        self._never_alone = model.gpu_layers == 0 and self._alone_is_different()
+
+    def _alone_is_different(self) -> bool:
+        """Does this model compute a single token in another way than several? Two passes tell where the last matrix does; inside,
+        rounding hides most differences."""
+        if self.model.file_type not in SAME_ALONE:
+            return True
+        rows = []
+        for tokens in (1, 2):
+            self._context.decode([0] * tokens, [0] * tokens, [(i,) for i in range(tokens)], outputs=tokens)
+            rows.append(self._context.logits()[0].copy())
+            self._context.cut(-1, -1)
+        return not np.array_equal(rows[0], rows[1])
 
     def open(self, prompt: Sequence[int], params: SamplingParams) -> LlamaConversation:
         self._context.clear_abort()  # one that came between two passes of the last answer
@@ -337,7 +362,7 @@ class LlamaTarget:
     def _pass(self, conversation: LlamaConversation, nodes: Sequence[PassNode]) -> Choose:
         self._attach(conversation)
         try:
-            self._read_ahead(conversation, room=len(nodes))
+            self._read_ahead(conversation, room=len(nodes) or 1)
             self._decode_tree(conversation, nodes)
         except BaseException:
             self.trim(conversation)
@@ -379,7 +404,13 @@ class LlamaTarget:
         for node in nodes:
             positions.append(end if node.parent == ROOT else positions[end - start + node.parent] + 1)
         tokens = conversation.tokens[start:] + [node.token for node in nodes]
-        self._context.decode(tokens, positions, [every] * (end - start) + paths, outputs=1 + len(nodes))
+        sequences: list[Sequence[int]] = [*([every] * (end - start)), *paths]
+        alone = self._never_alone and not nodes  # one row of logits, however many tokens: the last layer works on those alone
+        if alone:
+            tokens, positions, sequences = tokens + tokens[-1:], positions + positions[-1:], [*sequences, (1,)]
+        self._context.decode(tokens, positions, sequences, outputs=1 + (len(nodes) or alone))
+        if alone:
+            self._context.cut(1, -1)
 
     def abort(self) -> None:
         self._context.abort()

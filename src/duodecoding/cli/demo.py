@@ -1,4 +1,5 @@
-"""What `make demo` shows: an answer with speculation on, then the same answer by plain decoding beside it."""
+"""What `make demo` shows: an answer with speculation on, the same answer by plain decoding beside it, and what the same pair
+would do where the target runs on a fast GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from duodecoding.cli.lanes import WIDTH, first_passes, lanes
 from duodecoding.cli.main import guarded
 from duodecoding.cli.session import answer, engine, leaving
 from duodecoding.cli.terminal import Terminal
 from duodecoding.types import EngineConfig, Mode, Result, SamplingParams
 
 if TYPE_CHECKING:
+    from duodecoding.backends.base import Vocabulary
     from duodecoding.llm import LLM
+    from duodecoding.virtual import Simulation, Tally
 
 # An edit: much of the answer stands in the prompt already, which is where guessing from text already seen helps.
 PROMPT = (
@@ -25,7 +29,9 @@ PROMPT = (
     "In winter the ferry sails only on Saturdays, and the crossing takes an hour longer."
 )
 MESSAGES = [{"role": "user", "content": PROMPT}]
-CONFIG = EngineConfig(draft="lookup")
+CONFIG = EngineConfig(draft="auto")
+ELSEWHERE = "h200-7b"  # a 7B target on an H200
+SHOWN_PASSES = 16
 PARAMS = SamplingParams(max_tokens=128)
 REPEATS = 3
 TOKENS = 8  # in the pass whose price is told
@@ -48,12 +54,15 @@ def show(terminal: Terminal) -> int:
         with leaving(terminal), terminal.busy("answering again, with speculation and without"):
             guessed, plain = repeat(guessing, alone)
             price = price_of_a_pass()
+            plain_seconds, simulated = replay(guessing.vocabulary, shown.token_ids)
 
     same = all(result.token_ids == shown.token_ids for result in guessed + plain)
     compare(terminal, guessed, plain, same)
     terminal.say_line("\n" + in_words(guessed, plain, price))
 
-    # Next: virtual time, what the same pair would do on other machines.
+    terminal.heading(f"The same pair in virtual time, {ELSEWHERE}")
+    terminal.say_line(elsewhere(plain_seconds, simulated.tally))
+    terminal.draw(lanes(first_passes(simulated.timeline, SHOWN_PASSES), min(terminal.out.width, WIDTH)))
     return 0 if same else 1
 
 
@@ -100,9 +109,40 @@ def in_words(guessed: list[Result], plain: list[Result], price: float) -> str:
     gain = speed(guessed) / speed(plain)
     fewer = f"{plain[0].stats.rounds} rounds became {guessed[0].stats.rounds}"
     cost = f"a pass over {TOKENS} tokens costs {price:.1f} times one token here"
+    if guessed[0].stats.rounds == plain[0].stats.rounds:
+        return f"Guessing does not pay on this machine, {cost}, so the engine went on without ({gain:.2f} times as fast)."
     if gain >= 1.05:
         return f"{fewer}, and the answer comes {gain:.2f} times as fast although {cost}."
     return f"{fewer}, but that is not faster on this machine ({gain:.2f} times): {cost}. On a GPU it costs little more."
+
+
+def replay(vocabulary: Vocabulary, answer: list[int]) -> tuple[float, Simulation]:
+    """The answer once more on an imagined machine: seconds without guessing, and with it."""
+    from duodecoding import backends, models
+    from duodecoding.bench.simulate import Study, chat_tokens, draft_name, setups
+    from duodecoding.virtual import Recording, load_profile
+
+    recording = Recording("demo", tuple(chat_tokens(vocabulary, PROMPT)), tuple(answer), PARAMS)
+    name = draft_name(CONFIG)
+    draft = None if name == "lookup" else backends.load_draft(models.resolve(name).path, CONFIG, exact=True)
+    try:
+        study = Study([recording], draft, lookup=True, vocabulary=vocabulary.size)
+        profile = load_profile(ELSEWHERE)
+        plain, simulated = (next(study.simulations(setups(mode)[0], profile)) for mode in (Mode.OFF, Mode.DUO))
+        plain.run()
+        simulated.run()
+    finally:
+        if draft is not None:
+            draft.close()
+    return plain.tally.seconds, simulated
+
+
+def elsewhere(plain_seconds: float, tally: Tally) -> str:
+    took, alone = f"{1e3 * tally.seconds:.0f} ms in {tally.rounds} rounds", f"{1e3 * plain_seconds:.0f} ms in {tally.tokens}"
+    return (
+        f"With a 7B target on an H200, these {tally.tokens} tokens with these guesses would take {took} instead of {alone}: "
+        f"{plain_seconds / tally.seconds:.2f} times as fast. Real tokens on an imagined clock; duo simulate plays through more."
+    )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ ENGINE_HELP = {
     "max_nodes": "With a tree: most guesses verified in one pass.",
     "draft_at": "HOST:PORT of a draft server on another machine, instead of a draft here (modes lockstep and duo).",
     "draft_secret": "The secret that the draft server asks for. Better set by the environment variable, which others cannot see.",
+    "backend": "What runs the target. auto: llama.cpp for a GGUF file, torch for a transformers model.",
+    "device": "torch: cpu, cuda or cuda:N. auto: a GPU if there is one.",
+    "dtype": "torch: float32, bfloat16 or float16. auto: float32 on a CPU, bfloat16 on a GPU.",
+    "compile": "torch: compile the model, for faster passes after a slower start. auto: on a GPU.",
+    "warmup": "torch on a GPU: make ready for all sizes of a pass before the first answer.",
     "offline": "Never ask the hub, use only what is on this machine.",
 }
 SAMPLING_HELP = {
@@ -85,6 +90,54 @@ class DraftServerOptions:
     secret: str = field(default="", repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """What `duo simulate` plays through, and how it prints."""
+
+    profile: str = "h200-7b"
+    modes: str = "off,chain,serial,lockstep,duo,free"
+    ablate: bool = False
+    tasks: str = ""
+    per_task: int = 2
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What `duo profile` makes of its measurements."""
+
+    name: str = "here"
+    plot: str = ""
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What `duo trace` draws."""
+
+    out: str = ""
+    from_: float = 0.0
+    to: float = 0.0
+
+
+SIMULATE_HELP = {
+    "profile": "Machines, separated by commas: names of shipped profiles, or files made by duo profile --json.",
+    "modes": "Separated by commas. free: the limit, the same draft at no cost; pearl: lockstep with one chain.",
+    "ablate": "Also duo with one part taken out at a time.",
+    "tasks": "A folder of .jsonl files with prompts, instead of the package's own.",
+    "per_task": "Prompts of each task.",
+    "json": "One JSON object a line for each profile, instead of tables.",
+}
+PROFILE_HELP = {
+    "name": "What to call the profile.",
+    "plot": "Draw both cost curves into this PNG file.",
+    "json": "Print the profile as JSON, for duo simulate --profile FILE.",
+}
+TRACE_HELP = {
+    "out": "The PNG file to write, instead of one beside the trace.",
+    "from_": "Begin at this second.",
+    "to": "End at this second. 0: at the end.",
+}
 DRAFT_SERVER_HELP = {
     "host": "Address to listen on. Beyond this machine a secret is needed.",
     "port": "Port to listen on. 0: any that is free.",
@@ -106,7 +159,7 @@ REPORT_HELP = {"json": "Print JSON instead of a table."}
 
 def env_name(name: str) -> str:
     """The environment variable of a field."""
-    return ENV_PREFIX + name.upper()
+    return ENV_PREFIX + name.strip("_").upper()
 
 
 def derive(cls: type, texts: Mapping[str, str], group: Group, only: tuple[str, ...] = ()) -> type:
@@ -181,9 +234,10 @@ def takes_value(token: str) -> bool:
 
 
 def _value_flags() -> set[str]:
-    records = (EngineConfig, SamplingParams, RunOptions, ChatOptions, DraftServerOptions)
+    talking = (EngineConfig, SamplingParams, RunOptions, ChatOptions, DraftServerOptions)
+    records = (*talking, SimulateOptions, ProfileOptions, TraceOptions)
     names = {name for record in records for name, hint in get_type_hints(record).items() if hint is not bool}
-    return {"--" + name.replace("_", "-") for name in names} | set(SHORT.values())
+    return {"--" + name.strip("_").replace("_", "-") for name in names} | set(SHORT.values())
 
 
 _VALUE_FLAGS = _value_flags()
@@ -192,6 +246,8 @@ FLAT = Parameter(name="*")  # the fields of the record are flags of the command
 OUTPUT = Group("Input and output", sort_key=0)
 ANSWER = Group("Answer", sort_key=1)
 ENGINE = Group("Models and speculation", sort_key=2)
+PAIR = ("model", "draft", "ctx_size", "threads", "threads_draft", "offline")  # two models on this machine
+REPLAYED = ("max_tokens", "temperature", "top_p", "seed")
 
 if TYPE_CHECKING:
     EngineFlags = EngineConfig
@@ -200,6 +256,12 @@ if TYPE_CHECKING:
     ChatFlags = ChatOptions
     ReportFlags = ReportOptions
     MachineFlags = EngineConfig
+    SimulateFlags = SimulateOptions
+    ProfileFlags = ProfileOptions
+    TraceFlags = TraceOptions
+    PairFlags = EngineConfig
+    DeviceFlags = EngineConfig
+    ReplayFlags = SamplingParams
     DraftServerFlags = DraftServerOptions
     DraftModelFlags = EngineConfig
 else:
@@ -211,6 +273,12 @@ else:
     DraftServerFlags = derive(DraftServerOptions, DRAFT_SERVER_HELP, OUTPUT)
     DraftModelFlags = derive(EngineConfig, DRAFT_MODEL_HELP, ENGINE, only=("ctx_size", "threads", "offline"))
     MachineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=("threads", "gpu_layers", "offline"))
+    SimulateFlags = derive(SimulateOptions, SIMULATE_HELP, OUTPUT)
+    ProfileFlags = derive(ProfileOptions, PROFILE_HELP, OUTPUT)
+    TraceFlags = derive(TraceOptions, TRACE_HELP, OUTPUT)
+    PairFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=PAIR)
+    DeviceFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=(*PAIR, "gpu_layers"))
+    ReplayFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER, only=REPLAYED)
 
 NO_ENGINE_FLAGS = EngineFlags()
 NO_SAMPLING_FLAGS = SamplingFlags()
@@ -218,5 +286,11 @@ NO_RUN_FLAGS = RunFlags()
 NO_CHAT_FLAGS = ChatFlags()
 NO_REPORT_FLAGS = ReportFlags()
 NO_MACHINE_FLAGS = MachineFlags()
+NO_SIMULATE_FLAGS = SimulateFlags()
+NO_PROFILE_FLAGS = ProfileFlags()
+NO_TRACE_FLAGS = TraceFlags()
+NO_PAIR_FLAGS = PairFlags()
+NO_DEVICE_FLAGS = DeviceFlags()
 NO_DRAFT_SERVER_FLAGS = DraftServerFlags()
 NO_DRAFT_MODEL_FLAGS = DraftModelFlags()
+SHORT_REPLAY = ReplayFlags(max_tokens=128)  # virtual time learns little from longer answers

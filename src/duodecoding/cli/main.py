@@ -15,7 +15,10 @@ from duodecoding.cli.draft_server import draft_server
 from duodecoding.cli.flags import ENV_PREFIX, takes_value
 from duodecoding.cli.interrupts import exit_code
 from duodecoding.cli.models import models
+from duodecoding.cli.profile import profile
 from duodecoding.cli.run import STDIN, run
+from duodecoding.cli.simulate import simulate
+from duodecoding.cli.trace import trace
 from duodecoding.errors import DuoError
 
 SIGINT, SIGPIPE = 2, 13
@@ -29,7 +32,7 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
 )
-COMMANDS: tuple[Callable[..., int], ...] = (run, chat, draft_server, models, doctor)
+COMMANDS: tuple[Callable[..., int], ...] = (run, chat, draft_server, simulate, profile, trace, models, doctor)
 for place, command in enumerate(COMMANDS):
     app.command(command, sort_key=place)
 

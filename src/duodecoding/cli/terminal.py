@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.style import Style
 from rich.table import Table
@@ -69,6 +71,19 @@ class Terminal:
         for row in rows:
             table.add_row(*row)
         self.out.print(table, soft_wrap=False)
+
+    def draw(self, drawing: RenderableType) -> None:
+        """A table or picture on stdout. In a pipe it is as wide as it wants to be."""
+        self.quiet()
+        console = self.out if self.out.is_terminal else Console(file=sys.stdout, highlight=False, width=self.width_of(drawing))
+        console.print(drawing, soft_wrap=False)
+
+    def width_of(self, drawing: RenderableType) -> int:
+        return Measurement.get(self.out, self.out.options.update(max_width=1000), drawing).maximum
+
+    def fits(self, drawing: RenderableType) -> bool:
+        """Is the screen wide enough?"""
+        return not self.out.is_terminal or self.width_of(drawing) <= self.out.width
 
     def pairs(self, values: Mapping[str, str]) -> None:
         """Names and values, one a line."""
@@ -134,6 +149,14 @@ class Terminal:
             yield
         finally:
             self.quiet()
+
+    @contextmanager
+    def bar(self) -> Iterator[Callable[[str, float], None]]:
+        """A progress bar, moved by calling what is yielded with what is being done and the share done."""
+        columns = TextColumn("[dim]{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as progress:
+            task = progress.add_task("", total=1.0)
+            yield lambda what, share: progress.update(task, description=what, completed=share)
 
     def progress(self, what: str, fraction: float = 0.0) -> None:
         """What the spinner says now."""

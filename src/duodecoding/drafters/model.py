@@ -25,13 +25,16 @@ class ModelDrafter:
         self.calibration = Calibration()
 
     def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
-        self._draft.open(prompt)
+        self._start(prompt)
         self._sampler = Sampler(params, prompt, self._draft.vocabulary.size)
         self._tree = TokenTree(prompt)
         self._growth = growth
         self._expanded: dict[int, Node] = {}
         self._said: dict[int, float] = {}  # what the draft said before calibration, by key of the guess
         self._keys = count(1)
+
+    def _start(self, prompt: Sequence[int]) -> None:
+        self._draft.open(prompt)
 
     def number_from(self, first_key: int) -> None:
         """Keys of the guesses from now on. One answer may be opened twice, and a key never comes back."""
@@ -63,9 +66,8 @@ class ModelDrafter:
     def _guesses(self, leaves: Sequence[Node]) -> list[list[Guess]]:
         work = [Leaf(n.key, n.parent.key if n.parent is not None else None, n.token, n.position) for n in leaves]
         rows = self._draft.expand(work)
-        ask = self._growth.branching
         found = [
-            self._sampler.guesses(row, node.position + 1, ask, node.path(self._tree.root))
+            self._sampler.guesses(row, node.position + 1, self._growth.branching, node.path(self._tree.root))
             for node, row in zip(leaves, rows, strict=True)
         ]
         return [[guess for guess in guesses if guess.token < self._vocab_limit] for guesses in found]

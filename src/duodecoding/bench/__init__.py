@@ -1,0 +1,1 @@
+"""Measuring pairs: in virtual time (`simulate`)."""

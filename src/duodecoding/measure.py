@@ -1,0 +1,283 @@
+"""What a pair costs on this machine: `verify(n)`, `draft_step(w)`, prompts and messages, measured with a real clock.
+
+Profiles are kept per machine, models and settings, in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from duodecoding.backends.base import Conversation, Draft, Target, Vocabulary
+from duodecoding.core import walk
+from duodecoding.costs import CostCurve, Profile, fit, from_record, to_record
+from duodecoding.drafters.growth import BestFirst
+from duodecoding.drafters.model import ModelDrafter
+from duodecoding.errors import UsageError
+from duodecoding.tree import ROOT, PassNode
+from duodecoding.types import EngineConfig, SamplingParams
+
+Progress = Callable[[str, float], None]  # what is being done, share done
+Clock = Callable[[], float]
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens in a pass
+QUICK_NODES = (1, 2, 4, 8, 16)
+CONTEXTS = (128, 512, 2048)
+WIDTHS = (1, 2, 4, 8, 16)  # leaves in a draft step
+REPEATS = 7
+QUICK_CONTEXT = 16
+QUICK_LIMIT = 0.2  # seconds; after a pass this long no larger one is tried
+SLOW = 0.3  # seconds of a pass
+BRANCHING = 8
+ECHOES = 200  # messages there and back
+CACHE_VARIABLE = "DUO_CACHE"
+GUESSES = (401, 402)  # tokens as good as any
+WORDS = "one two three four five six seven eight nine ten eleven twelve "  # what is in a prompt does not change its price
+
+
+def measure(
+    target: Target,
+    draft: Draft | None,
+    *,
+    name: str = "here",
+    about: str = "",
+    settings: Mapping[str, Any] | None = None,
+    nodes: Sequence[int] = NODES,
+    contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = REPEATS,
+    progress: Progress = lambda what, share: None,
+    clock: Clock = time.perf_counter,
+) -> Profile:
+    """Both cost curves and the rest of a profile. Contexts too long for the target are left out."""
+    contexts = _possible(contexts, target.context, room=max(nodes) + 2 * len(nodes) * (repeats + 1))
+    steps = len(contexts) + 3
+    verify = {}
+    for done, context in enumerate(contexts):
+        progress(f"passes of the target at {context} tokens", done / steps)
+        verify[context] = fit(list(verify_samples(target, context, nodes, repeats, clock)))
+    progress("prompts", (steps - 3) / steps)
+    target_prompt = _target_prompt(target, contexts[-1], clock)
+    draft_prompt = _draft_prompt(draft, min(contexts[-1], draft.context - 1), clock) if draft is not None else target_prompt
+    progress("draft steps", (steps - 2) / steps)
+    drafted = fit(list(draft_samples(draft, contexts[0], widths, repeats, clock))) if draft is not None else verify[contexts[0]]
+    progress("messages", (steps - 1) / steps)
+    return Profile(name, about, True, verify, drafted, target_prompt, draft_prompt, latency(clock=clock), dict(settings or {}))
+
+
+def _possible(contexts: Sequence[int], limit: int, room: int) -> list[int]:
+    """`room`: tokens that the measurement itself adds."""
+    found = [context for context in contexts if context + room < limit]
+    if not found and limit <= room + 1:
+        raise UsageError(f"a context of {limit} tokens is too short to measure", f"it takes {room + 2}", "Raise --ctx-size.")
+    return found or [limit - room - 1]
+
+
+def quick_verify(target: Target, *, clock: Clock = time.perf_counter) -> dict[int, CostCurve]:
+    """A first look at `verify(n)`, well under a second: few sizes, one short context. For the start of an engine."""
+    conversation = target.open(_prompt(target.vocabulary, QUICK_CONTEXT), SamplingParams())
+    samples: list[tuple[int, float]] = []
+    for n in (1, *QUICK_NODES):  # the first reads the prompt and warms up
+        samples.append((n, _round(target, conversation, n, clock)))
+        if samples[-1][1] > QUICK_LIMIT and len({size for size, _ in samples}) > 1:
+            break
+    return {QUICK_CONTEXT: fit(samples[1:])}
+
+
+# The target
+
+
+def verify_samples(target: Target, context: int, nodes: Sequence[int], repeats: int, clock: Clock) -> Iterator[tuple[int, float]]:
+    """(tokens in the pass, seconds), sizes in turn so that a busy moment of the machine hits all of them."""
+    conversation = target.open(_prompt(target.vocabulary, context), SamplingParams())
+    _round(target, conversation, 1, clock)  # reads the prompt
+    slow: set[int] = set()  # three will do
+    for turn in range(repeats + 1):
+        for n in nodes:
+            if n in slow and turn > 3:
+                continue
+            seconds = _round(target, conversation, n, clock)
+            if turn > 0:  # the first of each size may compile something
+                yield n, seconds
+            if seconds > SLOW:
+                slow.add(n)
+
+
+def _round(target: Target, conversation: Conversation, n: int, clock: Clock) -> float:
+    """Seconds of a pass over n tokens, with its verdict and commit."""
+    guesses = _tree(n - 1, *GUESSES if target.vocabulary.size > max(GUESSES) else (2, 3))
+    start = clock()
+    verdict = walk(guesses, target.verify([(conversation, guesses)])[0])
+    conversation.commit([choice.token for choice in verdict.choices])
+    return clock() - start
+
+
+def _tree(count: int, a: int, b: int) -> list[PassNode]:
+    """Guesses in a tree that forks everywhere, as a drafted one does."""
+    return [PassNode(i // 2 - 1, a if i % 2 == 0 else b) for i in range(count)]
+
+
+def _target_prompt(target: Target, context: int, clock: Clock) -> float:
+    conversation = target.open(_prompt(target.vocabulary, context, backwards=True), SamplingParams())
+    start = clock()
+    target.verify([(conversation, ())])[0](ROOT)
+    return (clock() - start) / max(1, context - conversation.reused)
+
+
+def _prompt(vocabulary: Vocabulary, length: int, *, backwards: bool = False) -> list[int]:
+    ids = (
+        list(range(2, min(14, vocabulary.size))) if vocabulary.size < 256 else vocabulary.tokenize(WORDS, special=False, bos=False)
+    )
+    repeated = (ids * (length // len(ids) + 1))[:length]
+    return repeated[::-1] if backwards else repeated
+
+
+# The draft
+
+
+def draft_samples(draft: Draft, context: int, widths: Sequence[int], repeats: int, clock: Clock) -> Iterator[tuple[int, float]]:
+    """(leaves in the step, seconds), our own work on the guesses included."""
+    drafter = ModelDrafter(draft)
+    prompt = _prompt(draft.vocabulary, min(context, draft.context // 2))
+    for width in widths:
+        for seconds in islice(_steps(drafter, prompt, width, clock), repeats):
+            yield width, seconds
+
+
+def _steps(drafter: ModelDrafter, prompt: Sequence[int], width: int, clock: Clock) -> Iterator[float]:
+    """Seconds of steps with exactly `width` leaves, as long as a tree has any. A full tree makes room for another."""
+    while True:
+        drafter.open(prompt, SamplingParams(), BestFirst(width, branching=BRANCHING))
+        while drafter.read():
+            pass
+        before = 0
+        while leaves := drafter.next_leaves():
+            start = clock()
+            drafter.grow(leaves)
+            seconds = clock() - start
+            if len(leaves) == width and leaves[0].parent is not None:  # the root may have more to read than itself
+                before += 1
+                yield seconds
+        if not before:
+            return  # never so wide: too few guesses
+
+
+def _draft_prompt(draft: Draft, context: int, clock: Clock) -> float:
+    draft.open(_prompt(draft.vocabulary, context, backwards=True))
+    start = clock()
+    while draft.read():
+        pass
+    return max(clock() - start, 1e-9) / context
+
+
+# Messages
+
+
+def latency(echoes: int = ECHOES, *, clock: Clock = time.perf_counter) -> float:
+    """Seconds of a small message one way through a local socket: half of a round trip, the median of many."""
+    here, there = socket.socketpair()
+    with here, there:
+        echo = threading.Thread(target=_echo, args=(there, echoes), daemon=True)
+        echo.start()
+        times = []
+        for _ in range(echoes):
+            start = clock()
+            here.sendall(b"x" * 64)
+            here.recv(64)
+            times.append(clock() - start)
+        echo.join()
+    return max(statistics.median(times) / 2, 1e-9)
+
+
+def _echo(end: socket.socket, count: int) -> None:
+    for _ in range(count):
+        end.sendall(end.recv(64))
+
+
+# Keeping profiles
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: $DUO_CACHE, else the system's place for such things."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "duodecoding"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "duodecoding"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duodecoding"
+
+
+def facts(config: EngineConfig, target: Path, draft: Path | None, *, device: str = "") -> dict[str, Any]:
+    """All that a profile depends on. `device`: the GPU's name, if one is used."""
+    return {
+        "machine": {"cpu": _cpu(), "cores": _cores(), "system": platform.system(), "device": device},
+        "target": _identity(target),
+        "draft": _identity(draft) if draft is not None else None,
+        "settings": {
+            "threads": config.threads,
+            "threads_draft": config.threads_draft,
+            "gpu_layers": config.gpu_layers,
+            "ctx_size": config.ctx_size,
+        },
+    }
+
+
+def key(facts: Mapping[str, Any]) -> str:
+    """A short name for facts, the same for the same facts in any order."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save(profile: Profile, key: str) -> Path:
+    """Keep a profile. A reader never sees half of one."""
+    path = _place(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(f".{os.getpid()}")
+    half.write_text(json.dumps(to_record(profile), indent=1) + "\n", "utf-8")
+    half.replace(path)
+    return path
+
+
+def load(key: str) -> Profile | None:
+    """A kept profile. None: there is none that can be read, measure again."""
+    path = _place(key)
+    try:
+        return from_record(json.loads(path.read_text("utf-8")), where=str(path))
+    except (OSError, ValueError, UsageError):
+        return None
+
+
+def _place(key: str) -> Path:
+    return cache_folder() / "profiles" / f"{key}.json"
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    """Which model a file is, without reading all of it: its header names it, its size tells quantisations apart."""
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            found.update(stream.read(1 << 16))
+    return {"name": path.name, "bytes": sum(file.stat().st_size for file in files), "begins": found.hexdigest()[:16]}
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,250 @@
+"""The five decisions, and what they learn from."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from duodecoding.costs import CostCurve
+from duodecoding.planner import (
+    Calibration,
+    DraftClock,
+    Switch,
+    Uncalibrated,
+    cores_for_draft,
+    how_many_leaves,
+    how_many_nodes,
+    worth_waiting,
+)
+
+SHARES = st.floats(0.0, 1.0)
+BEST_FIRST = st.lists(SHARES, max_size=24).map(lambda found: sorted(found, reverse=True))
+TIMES = st.floats(1e-4, 1.0)
+
+
+# 1. How many nodes
+
+
+def linear(first: float, each: float):
+    return lambda n: first + each * (n - 1)
+
+
+@given(BEST_FIRST, TIMES, st.floats(0.0, 0.1))
+def test_the_number_of_nodes_is_the_best_of_all(probabilities, first, each):
+    verify = linear(first, each)
+    chosen = how_many_nodes(probabilities, verify)
+    rates = [(1 + sum(probabilities[:n])) / verify(1 + n) for n in range(len(probabilities) + 1)]
+    assert 0 <= chosen <= len(probabilities)
+    assert rates[chosen] == pytest.approx(max(rates))
+
+
+def test_free_nodes_are_all_verified_and_dear_ones_are_not():
+    assert how_many_nodes([0.9, 0.5, 0.1], linear(0.01, 0.0)) == 3
+    assert how_many_nodes([0.9, 0.5, 0.1], linear(0.01, 0.01)) == 0
+    assert how_many_nodes([0.9, 0.5, 0.1], linear(0.01, 0.003)) == 2
+    assert how_many_nodes([], linear(0.01, 0.0)) == 0
+
+
+# 2. Go or wait
+
+
+@given(SHARES, TIMES, SHARES, TIMES, TIMES)
+def test_waiting_pays_if_the_rate_is_higher(expected, verify, more, verify_more, delay):
+    pays = worth_waiting(expected, verify, more, verify_more, delay)
+    assert pays == ((1 + expected + more) / (verify_more + delay) > (1 + expected) / verify)
+
+
+def test_waiting_for_nothing_never_pays():
+    assert not worth_waiting(0.5, 0.01, 0.0, 0.01, 0.001)
+    assert worth_waiting(0.0, 0.01, 0.8, 0.01, 0.001)
+    assert not worth_waiting(3.0, 0.01, 0.3, 0.01, 0.001)  # a full tree does not wait for a little more
+
+
+# 3. Leaves per draft step
+
+
+@given(BEST_FIRST, st.integers(1, 16))
+def test_the_width_is_the_best_of_all(probabilities, widest):
+    draft = CostCurve({1: 0.001, 2: 0.0013, 4: 0.0019, 8: 0.003, 16: 0.0053})
+    chosen = how_many_leaves(probabilities, draft, widest)
+    assert 1 <= chosen <= widest
+    rates = [sum(probabilities[:w]) / draft(w) for w in range(1, min(widest, len(probabilities)) + 1)]
+    if rates and max(rates) > 0:
+        assert rates[chosen - 1] == pytest.approx(max(rates))
+
+
+def test_a_sure_leaf_goes_alone_and_equal_ones_go_together():
+    draft = CostCurve({1: 0.001, 8: 0.003})
+    assert how_many_leaves([0.95, 0.02, 0.01], draft, 8) == 1
+    assert how_many_leaves([0.3, 0.3, 0.3, 0.3], draft, 8) == 4
+    assert how_many_leaves([0.3, 0.3, 0.3, 0.3], draft, 2) == 2
+
+
+# 4. Is it worth it at all
+
+
+def play(switch: Switch, rounds: int, tokens, seconds) -> float:
+    """Time over that of `off`. While the switch is off a round is a plain one."""
+    spent = worth = 0.0
+    for number in range(rounds):
+        gained, took = (tokens(number), seconds(number)) if switch.on else (1, 1.0)
+        switch.observe(gained, took, plain=1.0)
+        spent += took
+        worth += gained
+    return spent / worth
+
+
+@pytest.mark.parametrize("slower", [1.01, 1.05, 1.2, 1.5, 2.0, 4.0])
+def test_a_useless_draft_costs_little_over_a_long_run(slower):
+    assert play(Switch(), 4000, lambda i: 1, lambda i: slower) <= 1.03
+
+
+def test_a_useless_draft_is_probed_less_and_less():
+    switch = Switch()
+    play(switch, 20_000, lambda i: 1, lambda i: 1.5)
+    assert switch.pauses < 16
+
+
+@given(st.integers(0, 1000))
+def test_a_good_draft_is_never_paused(seed):
+    chance = random.Random(seed)
+    switch = Switch()
+    rounds = [chance.choice([1, 2, 2, 3, 4]) for _ in range(600)]
+    ratio = play(switch, 600, lambda i: rounds[i], lambda i: 1.3)
+    assert switch.pauses == 0
+    assert ratio < 0.7
+
+
+def test_a_draft_that_becomes_good_is_found_again():
+    switch = Switch()
+    play(switch, 500, lambda i: 1, lambda i: 1.5)
+    assert switch.pauses > 0
+    before = switch.pauses
+    play(switch, 3000, lambda i: 3, lambda i: 1.2)
+    assert switch.on
+    assert switch.pauses == before
+
+
+def test_a_draft_that_becomes_bad_is_paused_soon():
+    switch = Switch()
+    play(switch, 500, lambda i: 4, lambda i: 1.2)
+    for number in itertools.count():
+        switch.observe(1, 1.5, plain=1.0)
+        if not switch.on:
+            break
+    assert number < 40
+
+
+# 5. Threads and cores
+
+
+def test_the_targets_core_is_its_own_beside_a_gpu():
+    assert cores_for_draft([3, 1, 2], target_on_gpu=True) == ([1], [2, 3])
+    assert cores_for_draft([0, 1], target_on_gpu=False) == ([0, 1], [0, 1])
+    assert cores_for_draft([5], target_on_gpu=True) == ([5], [5])
+
+
+# Calibration
+
+
+@given(SHARES)
+def test_before_anything_is_known_the_draft_is_believed(p):
+    assert Calibration()(p) == pytest.approx(p)
+    assert Uncalibrated()(p) == p
+
+
+@given(st.lists(st.tuples(SHARES, st.booleans()), max_size=200), SHARES)
+def test_calibrated_values_are_probabilities(seen, p):
+    calibration = Calibration()
+    for said, right in seen:
+        calibration.observe(said, right)
+    assert 0 <= calibration(p) <= 1
+
+
+@pytest.mark.parametrize(("said", "true"), [(0.9, 0.5), (0.3, 0.6), (0.02, 0.1), (0.99, 0.97)])
+def test_it_learns_how_often_the_draft_is_right(said, true):
+    calibration, chance = Calibration(), random.Random(1)
+    for _ in range(2000):
+        calibration.observe(said, chance.random() < true)
+    assert calibration(said) == pytest.approx(true, abs=0.05)
+
+
+def test_other_probabilities_are_left_alone():
+    calibration = Calibration()
+    for _ in range(500):
+        calibration.observe(0.9, False)
+    assert calibration(0.1) == pytest.approx(0.1)
+    assert calibration(0.9) < 0.05
+
+
+def test_it_forgets():
+    calibration = Calibration()
+    for right in (False, True):
+        for _ in range(2500):
+            calibration.observe(0.5, right)
+    assert calibration(0.5) > 0.9
+
+
+def test_uncalibrated_learns_nothing():
+    stubborn = Uncalibrated()
+    for _ in range(100):
+        stubborn.observe(0.5, False)
+    assert stubborn(0.5) == 0.5
+
+
+# The draft's clock
+
+CURVE = CostCurve({1: 0.010, 2: 0.014})
+
+
+def test_nothing_is_expected_of_a_draft_that_was_never_heard():
+    assert DraftClock(CURVE, 0.001).outlook(0.0) is None
+
+
+def test_a_running_step_is_due_after_its_cost():
+    clock = DraftClock(CURVE, 0.001)
+    clock.began(1.0, [4, 5])
+    outlook = clock.outlook(1.004)
+    assert outlook is not None
+    assert outlook.next_in == pytest.approx(0.010)
+    assert outlook.expanding == (4, 5)
+    assert outlook.step == pytest.approx(0.011)
+    late = clock.outlook(2.0)
+    assert late is not None
+    assert late.next_in == 0.0
+
+
+def test_an_idle_draft_is_silent_until_a_commit():
+    clock = DraftClock(CURVE, 0.001)
+    clock.began(1.0, [])
+    assert clock.outlook(1.0) is None
+    clock.committed(2.0, interrupted=False)
+    outlook = clock.outlook(2.0)
+    assert outlook is not None
+    assert outlook.next_in == pytest.approx(0.001)
+    assert outlook.expanding == ()
+
+
+def test_an_interrupted_step_is_over_at_once():
+    clock = DraftClock(CURVE, 0.001)
+    clock.began(1.0, [4])
+    clock.committed(1.002, interrupted=False)
+    assert clock.expanding == (4,)
+    clock.committed(1.003, interrupted=True)
+    outlook = clock.outlook(1.003)
+    assert outlook is not None
+    assert outlook.next_in == pytest.approx(0.001)
+    assert clock.expanding == ()
+
+
+def test_waiting_in_vain_is_not_repeated():
+    clock = DraftClock(CURVE, 0.001)
+    clock.began(1.0, [4])
+    clock.silent()
+    assert clock.outlook(1.0) is None
+    clock.began(1.5, [6])
+    assert clock.outlook(1.5) is not None
