@@ -137,7 +137,7 @@ def test_stats_are_one_line_on_stderr(capsys):
     out, err = capsys.readouterr()
     assert out == "Hello there, friend\n"
     assert err.count("\n") == 1
-    for part in ("4 tokens", "8.0 tokens/s", "2.00 tokens/round", "accepted 2/6 (lookup 2)", "serial, speculation on"):
+    for part in ("4 tokens", "8.0 tokens/s", "2.00 tokens/round", "accepted 2/6 (lookup 2)", "duo, speculation on"):
         assert part in err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import socket
@@ -56,7 +57,7 @@ class Eager(Pace):
         costs = guessed_costs(on_gpu=True)
         costs.verify[512].scale(20.0)
         super().__init__(costs)
-        self.switch.window = 10**9
+        self.switch.limit = math.inf
 
     def target_pass(self, tokens: int, seconds: float, context: int, *, alone: bool) -> None:
         pass

@@ -142,7 +142,8 @@ class DuoCore:
         last = self.tree.position + self._room - 1
         nodes = [node for node in nodes if node.position <= last]
         if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
-            nodes = nodes[: how_many_nodes([self.tree.probability(node) for node in nodes], self._verify_cost)]
+            verify = self._costs.verify_curve(self.tree.position)
+            nodes = nodes[: how_many_nodes([self.tree.probability(node) for node in nodes], verify)]
         return nodes
 
     def _verify_cost(self, tokens: int) -> float:

@@ -7,7 +7,7 @@ w leaves.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,15 @@ class CostCurve:
             raise UsageError(f"a cost curve of {dict(points)}", "it needs points with positive times")
         self._x = sorted(points)
         self._y = [points[x] for x in self._x]
+        self._known: dict[float, float] = {}  # asked before; the planner asks for the same few amounts in every round
 
     def __call__(self, x: float) -> float:
+        known = self._known.get(x)
+        if known is None:
+            known = self._known[x] = self._interpolated(x)
+        return known
+
+    def _interpolated(self, x: float) -> float:
         if len(self._x) == 1 or x <= self._x[0]:
             return self._y[0]
         i = min(max(bisect_left(self._x, x), 1), len(self._x) - 1)
@@ -37,10 +44,12 @@ class CostCurve:
         i = min(range(len(self._x)), key=lambda k: abs(self._x[k] - x))
         surprise = seconds / self(x)
         self._y[i] *= 1 + LEARNING_RATE * (min(max(surprise, 0.5), 2.0) - 1)
+        self._known.clear()
 
     def scale(self, factor: float) -> None:
         """Keep the shape, change the level: for a curve that was a guess until its first measurement."""
         self._y = [y * factor for y in self._y]
+        self._known.clear()
 
     @property
     def points(self) -> dict[int, float]:
@@ -65,10 +74,16 @@ class Profile:
         """The curve of the nearest measured context, for observing into."""
         return self.verify[min(self.verify, key=lambda c: abs(c - context))]
 
+    def verify_curve(self, context: int) -> Callable[[int], float]:
+        """Costs at one context, for asking often."""
+        if len(self.verify) == 1:
+            return next(iter(self.verify.values()))
+        return lambda tokens: self.verify_cost(tokens, context)
+
     def verify_cost(self, tokens: int, context: int) -> float:
+        if len(self.verify) == 1:
+            return next(iter(self.verify.values()))(tokens)
         contexts = sorted(self.verify)
-        if len(contexts) == 1:
-            return self.verify[contexts[0]](tokens)
         i = min(max(bisect_left(contexts, context), 1), len(contexts) - 1)
         low, high = contexts[i - 1], contexts[i]
         share = max(0.0, (context - low) / (high - low))

@@ -19,6 +19,7 @@ from duodecoding.planner import cores_for_draft
 from duodecoding.realtime import Drafters, Meter, Pace, growth_of, growth_plan, overlap, take_turns
 from duodecoding.remote import RemoteDrafter
 from duodecoding.text import Detokenizer, StopStrings, check_pair, render_chat
+from duodecoding.trace import Timeline
 from duodecoding.types import EngineConfig, Mode, Result, SamplingParams, Stats, Token
 
 Message = Mapping[str, str]
@@ -364,6 +365,11 @@ class Stream:
         self._rounds.close()  # type: ignore[attr-defined]
         self._core.cancel()
         self.running = False
+
+    @property
+    def timeline(self) -> Timeline:
+        """What target and draft did so far, and when."""
+        return self._meter.timeline
 
     def run(self) -> Result:
         for _ in self:

@@ -32,7 +32,7 @@ Progress = Callable[[str, float], None]  # what is being done, share done
 Clock = Callable[[], float]
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens in a pass
-QUICK_NODES = (1, 2, 4, 8, 16)
+QUICK_NODES = (1, 2, 4, 8)
 CONTEXTS = (128, 512, 2048)
 WIDTHS = (1, 2, 4, 8, 16)  # leaves in a draft step
 REPEATS = 7
@@ -41,6 +41,7 @@ QUICK_LIMIT = 0.2  # seconds; after a pass this long no larger one is tried
 SLOW = 0.3  # seconds of a pass
 BRANCHING = 8
 ECHOES = 200  # messages there and back
+COSTLY = ("threads", "threads_draft", "gpu_layers", "ctx_size", "backend", "device", "dtype", "compile")  # settings that change it
 CACHE_VARIABLE = "DUO_CACHE"
 GUESSES = (401, 402)  # tokens as good as any
 WORDS = "one two three four five six seven eight nine ten eleven twelve "  # what is in a prompt does not change its price
@@ -60,7 +61,8 @@ def measure(
     progress: Progress = lambda what, share: None,
     clock: Clock = time.perf_counter,
 ) -> Profile:
-    """Both cost curves and the rest of a profile. Contexts too long for the target are left out."""
+    """Both cost curves and the rest of a profile. Contexts too long for the target are left out; without a draft its numbers are
+    those of the target."""
     contexts = _possible(contexts, target.context, room=max(nodes) + 2 * len(nodes) * (repeats + 1))
     steps = len(contexts) + 3
     verify = {}
@@ -71,7 +73,8 @@ def measure(
     target_prompt = _target_prompt(target, contexts[-1], clock)
     draft_prompt = _draft_prompt(draft, min(contexts[-1], draft.context - 1), clock) if draft is not None else target_prompt
     progress("draft steps", (steps - 2) / steps)
-    drafted = fit(list(draft_samples(draft, contexts[0], widths, repeats, clock))) if draft is not None else verify[contexts[0]]
+    samples = draft_samples(draft, contexts[0], widths, repeats, clock) if draft is not None else ()
+    drafted = fit(list(samples)) if draft is not None else CostCurve(verify[contexts[0]].points)
     progress("messages", (steps - 1) / steps)
     return Profile(name, about, True, verify, drafted, target_prompt, draft_prompt, latency(clock=clock), dict(settings or {}))
 
@@ -87,12 +90,14 @@ def _possible(contexts: Sequence[int], limit: int, room: int) -> list[int]:
 def quick_verify(target: Target, *, clock: Clock = time.perf_counter) -> dict[int, CostCurve]:
     """A first look at `verify(n)`, well under a second: few sizes, one short context. For the start of an engine."""
     conversation = target.open(_prompt(target.vocabulary, QUICK_CONTEXT), SamplingParams())
-    samples: list[tuple[int, float]] = []
-    for n in (1, *QUICK_NODES):  # the first reads the prompt and warms up
-        samples.append((n, _round(target, conversation, n, clock)))
-        if samples[-1][1] > QUICK_LIMIT and len({size for size, _ in samples}) > 1:
+    _round(target, conversation, 1, clock)  # reads the prompt and warms up
+    shortest: dict[int, float] = {}
+    for n in QUICK_NODES * 2:  # twice: what disturbs a pass makes it longer, never shorter
+        seconds = _round(target, conversation, n, clock)
+        shortest[n] = min(shortest.get(n, seconds), seconds)
+        if seconds > QUICK_LIMIT and len(shortest) > 1:
             break
-    return {QUICK_CONTEXT: fit(samples[1:])}
+    return {QUICK_CONTEXT: fit(list(shortest.items()))}
 
 
 # The target
@@ -226,12 +231,7 @@ def facts(config: EngineConfig, target: Path, draft: Path | None, *, device: str
         "machine": {"cpu": _cpu(), "cores": _cores(), "system": platform.system(), "device": device},
         "target": _identity(target),
         "draft": _identity(draft) if draft is not None else None,
-        "settings": {
-            "threads": config.threads,
-            "threads_draft": config.threads_draft,
-            "gpu_layers": config.gpu_layers,
-            "ctx_size": config.ctx_size,
-        },
+        "settings": {name: getattr(config, name) for name in COSTLY},
     }
 
 

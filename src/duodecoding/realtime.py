@@ -17,6 +17,7 @@ from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.planner import DraftClock, Outlook, Switch
 from duodecoding.remote import RemoteDrafter
+from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import Proposal
 from duodecoding.types import EngineConfig, Mode, RoundStats, SamplingParams, Source
 from duodecoding.wire import GrowBestFirst, GrowChains, GrowthPlan, Nodes
@@ -40,6 +41,8 @@ class Meter:
     draft_busy: float = 0.0
     waited: float = 0.0  # the target, for guesses
     rounds: list[RoundStats] = field(default_factory=list)
+    last_pass: tuple[float, float] = (0.0, 0.0)
+    timeline: Timeline = field(default_factory=Timeline)
 
     def finish(self) -> None:
         self.ended = time.perf_counter()
@@ -172,7 +175,10 @@ def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:
     model = drafters.model
     leaves = model.next_leaves() if model is not None else []
     grown = model.grow(leaves) if model is not None and leaves else []
-    meter.draft_busy += time.perf_counter() - start
+    now = time.perf_counter()
+    meter.draft_busy += now - start
+    if leaves:
+        meter.timeline.span(Lane.DRAFT, Did.STEP, start, now, leaves=len(leaves))
     if grown:
         core.nodes_arrived(grown)
     else:
@@ -189,6 +195,7 @@ def target_pass(target: Target, conversation: Conversation, work: Verify, meter:
     choose = target.verify([(conversation, work.guesses)])[0]
     seconds = time.perf_counter() - start
     meter.target_busy += seconds
+    meter.last_pass = (start, start + seconds)
     meter.rounds.append(RoundStats(len(work.nodes), 0, seconds))
     return choose, seconds
 
@@ -200,6 +207,11 @@ def target_verdict(core: DuoCore, conversation: Conversation, work: Verify, choo
     now = time.perf_counter()
     if meter.first_token is None:
         meter.first_token = now
+    if len(meter.rounds) > 1:
+        meter.timeline.span(Lane.TARGET, Did.PASS, *meter.last_pass, nodes=1 + len(work.nodes), gained=len(gained))
+    else:
+        meter.timeline.span(Lane.TARGET, Did.PROMPT, *meter.last_pass, tokens=len(conversation.tokens) - len(gained))
+    meter.timeline.mark(Lane.TARGET, Did.COMMIT, now, gained=len(gained))
     accepted = sum(1 for committed in gained if committed.source is not Source.TARGET)
     meter.target_busy += now - start
     meter.rounds[-1] = replace(meter.rounds[-1], accepted=accepted, seconds=meter.rounds[-1].seconds + now - start)
@@ -274,6 +286,8 @@ class Overlap:
                 self._pace.draft_step(message.width, message.seconds)
                 self._core.nodes_arrived(proposals(message))
             self._began = self._remote.when(message)
+            if message.width > 0:
+                self._meter.timeline.span(Lane.DRAFT, Did.STEP, self._began - message.seconds, self._began, leaves=message.width)
             self._clock.began(self._began, message.expanding)
         return bool(messages)
 
@@ -288,7 +302,12 @@ class Overlap:
         self._quiet = not self._take(WAIT_SLACK * seconds + WAIT_LEAST)
         if self._quiet:
             self._note_unfinished()
-        self._meter.waited += time.monotonic() - start
+        self._waited(start)
+
+    def _waited(self, start: float) -> None:
+        now = time.monotonic()
+        self._meter.waited += now - start
+        self._meter.timeline.span(Lane.TARGET, Did.WAIT, start, now)
 
     def _barrier(self, root: int, seconds: float) -> None:
         """Lockstep: until it has drafted its budget below the token at `root`, which the target's pass was about."""
@@ -297,7 +316,7 @@ class Overlap:
         while self._remote.keeps_up and not self._quiet and not self._remote.done_at(root):
             left = end - time.monotonic()
             self._quiet = left <= 0 or not self._take(left)
-        self._meter.waited += time.monotonic() - start
+        self._waited(start)
 
 
 def proposals(message: Nodes) -> list[Proposal]:

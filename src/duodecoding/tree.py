@@ -93,27 +93,27 @@ class TokenTree:
 
     def add(self, proposal: Proposal) -> Node | None:
         """Hang a guess into the tree. None if its parent is gone. The same token under the same parent is one node."""
-        parent = self._home(proposal)
+        key, under, token, p, source = proposal
+        parent = self._live.get(under) or self._home(proposal)
         if parent is None:
             return None
-        node = parent.children.get(proposal.token)
-        logp = parent.logp + math.log(max(proposal.p, 1e-9))
+        node = parent.children.get(token)
+        logp = parent.logp + math.log(max(p, 1e-9))
         if node is None:
-            node = Node(proposal.key, parent, proposal.token, logp, parent.position + 1, proposal.source)
-            parent.children[proposal.token] = node
+            node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source)
             self._push(node)
         elif logp > node.logp:
-            node.logp, node.source = logp, proposal.source
+            node.logp, node.source = logp, source
             self._push(node)
-        self._live[proposal.key] = node
+        self._live[key] = node
         return node
 
     def _home(self, proposal: Proposal) -> Node | None:
-        """The live node to hang a guess under. A guess that came late and turned out right is remembered as committed."""
+        """The root, if a guess hangs under it by another name. A late one that was right is remembered as committed."""
         key = proposal.parent
         position = -key if key <= 0 else self._passed.get(key)
         if position is None:
-            return self._live.get(key)
+            return None
         if position < self.position and self.tokens[position + 1] == proposal.token:
             self._passed[proposal.key] = position + 1
         return self.root if position == self.position else None
@@ -208,8 +208,9 @@ def likeliest_first(nodes: Sequence[Node]) -> list[Node]:
     while stack:
         node = stack.pop()
         ordered.append(node)
-        below = [child for child in node.children.values() if id(child) in chosen]
-        stack += _likeliest_last(below)
+        if node.children:
+            below = [child for child in node.children.values() if id(child) in chosen]
+            stack += _likeliest_last(below) if len(below) > 1 else below
     return ordered
 
 

@@ -264,12 +264,12 @@ class Simulation:
                 if drafter is not None and core.uses_drafts:
                     drafter.commit(gained)
                 continue
-            leaves = drafter.next_leaves() if drafter is not None else []
+            ready = drafter is not None and self.now >= self._draft_ready  # as long as it reads the prompt, rounds are bare
+            leaves = drafter.next_leaves() if drafter is not None and ready else []
             if drafter is None or not leaves:
                 core.draft_exhausted()
                 continue
-            begin = max(self.now, self._draft_ready)
-            self.now = begin + self._step(begin, leaves)
+            self.now += self._step(self.now, leaves)
             core.nodes_arrived(drafter.grow(leaves))
 
     def _step(self, begin: float, leaves: Sequence[Node]) -> float:

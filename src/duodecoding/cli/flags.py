@@ -64,6 +64,7 @@ class RunOptions:
     raw: bool = False
     stats: bool = False
     json: bool = False
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ RUN_HELP = {
     "raw": "Give the model the prompt as it is, without its chat template.",
     "stats": "One line of statistics on stderr after the answer.",
     "json": "Print one JSON object instead of the text.",
+    "trace": "Write the timeline of the answer to this JSON file, for Perfetto, chrome://tracing and duo trace.",
 }
 CHAT_HELP = {
     "system": "System message, put before the conversation by the chat template.",
@@ -162,18 +164,26 @@ def env_name(name: str) -> str:
     return ENV_PREFIX + name.strip("_").upper()
 
 
-def derive(cls: type, texts: Mapping[str, str], group: Group, only: tuple[str, ...] = ()) -> type:
-    """A dataclass with fields of `cls` (all, or `only` some) whose annotations tell cyclopts about help, names and environment."""
+def derive(cls: type, texts: Mapping[str, str], group: Group, only: tuple[str, ...] = (), **defaults: Any) -> type:
+    """A dataclass with fields of `cls` (all, or `only` some) whose annotations tell cyclopts about help, names and environment.
+
+    `defaults`: where a command starts from another value than the record."""
     hints = get_type_hints(cls)
     specs = [
-        (f.name, Annotated[_typed(hints[f.name]), _parameter(f, hints[f.name], texts.get(f.name, ""), group)], _default(f))
+        (
+            f.name,
+            Annotated[_typed(hints[f.name]), _parameter(f, hints[f.name], texts.get(f.name, ""), group)],
+            _default(f, defaults),
+        )
         for f in fields(cls)
         if not only or f.name in only
     ]
     return make_dataclass(f"{cls.__name__}Flags", specs, frozen=True, kw_only=True, namespace={"__module__": __name__})
 
 
-def _default(f: Field[Any]) -> Any:
+def _default(f: Field[Any], defaults: Mapping[str, Any]) -> Any:
+    if f.name in defaults:
+        return field(default=defaults[f.name])
     return field(default=f.default) if f.default_factory is MISSING else field(default_factory=f.default_factory)
 
 
@@ -277,8 +287,8 @@ else:
     ProfileFlags = derive(ProfileOptions, PROFILE_HELP, OUTPUT)
     TraceFlags = derive(TraceOptions, TRACE_HELP, OUTPUT)
     PairFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=PAIR)
-    DeviceFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=(*PAIR, "gpu_layers"))
-    ReplayFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER, only=REPLAYED)
+    DeviceFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=(*PAIR, "gpu_layers", "backend", "device", "dtype", "compile"))
+    ReplayFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER, only=REPLAYED, max_tokens=128)
 
 NO_ENGINE_FLAGS = EngineFlags()
 NO_SAMPLING_FLAGS = SamplingFlags()
@@ -293,4 +303,4 @@ NO_PAIR_FLAGS = PairFlags()
 NO_DEVICE_FLAGS = DeviceFlags()
 NO_DRAFT_SERVER_FLAGS = DraftServerFlags()
 NO_DRAFT_MODEL_FLAGS = DraftModelFlags()
-SHORT_REPLAY = ReplayFlags(max_tokens=128)  # virtual time learns little from longer answers
+NO_REPLAY_FLAGS = ReplayFlags()

@@ -72,7 +72,7 @@ def measured(config: EngineConfig, name: str, terminal: Terminal) -> tuple[Profi
                 draft,
                 name=name,
                 about=about(target_file.path, draft_file.path if draft_file else None),
-                settings={"threads": config.threads, "threads_draft": config.threads_draft, "gpu_layers": config.gpu_layers},
+                settings={name: getattr(config, name) for name in measure.COSTLY},
                 progress=progress,
             )
         finally:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -20,7 +21,8 @@ from duodecoding.cli.flags import (
     SamplingFlags,
     settings,
 )
-from duodecoding.errors import UsageError
+from duodecoding.errors import DuoError, UsageError
+from duodecoding.trace import Timeline, to_chrome
 from duodecoding.types import EngineConfig, Result, SamplingParams
 
 STDIN = "\0stdin"  # stands for a `-` on the command line; no argument can hold a NUL
@@ -52,17 +54,29 @@ def _answer(text: str, options: RunOptions, params: SamplingParams, config: Engi
     from duodecoding.cli.terminal import Terminal
 
     terminal = Terminal()
+    stream: Any = None
     with engine(config, terminal) as llm:
 
         def start() -> Any:
-            return llm.stream(text, params) if options.raw else llm.stream_chat(messages(text, options.system), params)
+            nonlocal stream
+            stream = llm.stream(text, params) if options.raw else llm.stream_chat(messages(text, options.system), params)
+            return stream
 
         result, code = answer(terminal, llm, start, silent=options.json)
+    if options.trace:
+        write_trace(stream.timeline, options.trace, f"duo run, {llm.model_name}, mode {config.mode}")
     if options.json:
         terminal.print(json.dumps(as_record(result), ensure_ascii=False))
     if options.stats:
         terminal.stats(result)
     return code
+
+
+def write_trace(timeline: Timeline, name: str, title: str) -> None:
+    try:
+        Path(name).write_text(json.dumps(to_chrome(replace(timeline, title=title))) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DuoError(f"cannot write {name}", error.strerror or str(error)) from error
 
 
 def messages(text: str, system: str) -> list[dict[str, str]]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from duodecoding.cli.flags import (
     FLAT,
     NO_PAIR_FLAGS,
+    NO_REPLAY_FLAGS,
     NO_SIMULATE_FLAGS,
-    SHORT_REPLAY,
     PairFlags,
     ReplayFlags,
     SimulateFlags,
@@ -35,7 +35,7 @@ BRIEF = {"math_reasoning": "math", "summarization": "summary", "translation": "t
 def simulate(
     *,
     options: Annotated[SimulateFlags, FLAT] = NO_SIMULATE_FLAGS,
-    sampling: Annotated[ReplayFlags, FLAT] = SHORT_REPLAY,
+    sampling: Annotated[ReplayFlags, FLAT] = NO_REPLAY_FLAGS,
     engine_flags: Annotated[PairFlags, FLAT] = NO_PAIR_FLAGS,
 ) -> int:
     """Say how fast this pair would be on other machines: real models, real tokens, an imagined clock."""

@@ -1,0 +1,267 @@
+"""Measuring, with models whose every piece of work takes a known time on a clock of our own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from worlds import World
+
+from duodecoding import measure
+from duodecoding.backends import scripted
+from duodecoding.cli.main import main
+from duodecoding.cli.profile import in_words, priced
+from duodecoding.costs import to_record
+from duodecoding.errors import UsageError
+from duodecoding.types import EngineConfig
+from duodecoding.virtual import load_profile
+
+WORLD = World(context=1200, draft_context=1200, size=32)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedTarget(scripted.ScriptedTarget):
+    """A pass over n tokens takes 10 ms and 1 ms for each, unread tokens of the prompt 0.1 ms."""
+
+    clock: Clock
+
+    def verify(self, work):
+        conversation, nodes = work[0]
+        unread = len(conversation.tokens) - len(self.cells) - 1
+        self.clock.now += 0.010 + 0.001 * len(nodes) + 0.0001 * max(0, unread)
+        return super().verify(work)
+
+
+class TimedDraft(scripted.ScriptedDraft):
+    """A step takes 2 ms and 0.5 ms for each leaf."""
+
+    clock: Clock
+    unread = 0
+
+    def open(self, prompt):
+        super().open(prompt)
+        self.unread = len(prompt)
+
+    def read(self):
+        self.clock.now += 0.00005 * self.unread
+        self.unread = 0
+        return False
+
+    def expand(self, leaves):
+        self.clock.now += 0.002 + 0.0005 * len(leaves)
+        return super().expand(leaves)
+
+
+def timed() -> tuple[TimedTarget, TimedDraft, Clock]:
+    clock = Clock()
+    vocabulary = scripted.ScriptedVocabulary(WORLD.size)
+    script = scripted.random_script(WORLD.size, 3)
+    target, draft = (
+        TimedTarget(vocabulary, script, context=WORLD.context),
+        TimedDraft(vocabulary, script, context=WORLD.context, sequences=200),
+    )
+    target.clock = draft.clock = clock
+    return target, draft, clock
+
+
+def test_the_curves_are_what_the_models_take():
+    target, draft, clock = timed()
+    shares = []
+    profile = measure.measure(
+        target, draft, name="mine", contexts=(64, 256, 5000), clock=clock, progress=lambda what, share: shares.append(share)
+    )
+    assert set(profile.verify) == {64, 256}  # the third is longer than the target allows
+    for curve in profile.verify.values():
+        assert set(curve.points) == set(measure.NODES)
+        for n, seconds in curve.points.items():
+            # A commit of several tokens leaves some for the next pass to read.
+            assert seconds == pytest.approx(0.010 + 0.001 * (n - 1), rel=0.05)
+    assert {w: pytest.approx(y) for w, y in profile.draft.points.items()} == {w: 0.002 + 0.0005 * w for w in measure.WIDTHS}
+    assert profile.target_prompt == pytest.approx(0.0001, rel=0.5)
+    assert profile.draft_prompt == pytest.approx(0.00005, rel=0.1)
+    assert profile.latency > 0
+    assert profile.measured
+    assert shares == sorted(shares)
+    assert all(0 <= share < 1 for share in shares)
+
+
+def test_a_pair_without_a_draft_model():
+    target, _, clock = timed()
+    profile = measure.measure(target, None, contexts=(64,), clock=clock, repeats=2)
+    assert profile.verify[64](8) == pytest.approx(0.017, rel=0.05)
+
+
+def test_a_context_too_short_to_measure():
+    target, draft, clock = timed()
+    target.context = 200
+    with pytest.raises(UsageError, match="too short to measure"):
+        measure.measure(target, draft, clock=clock)
+    assert set(measure.measure(target, draft, nodes=(1, 2), repeats=2, clock=clock).verify) == {128}
+    assert set(measure.measure(target, draft, nodes=(1, 2), repeats=2, contexts=(500,), clock=clock).verify) == {185}
+
+
+def test_the_quick_look():
+    target, _, clock = timed()
+    (context, curve), *others = measure.quick_verify(target, clock=clock).items()
+    assert (context, others) == (measure.QUICK_CONTEXT, [])
+    assert {n: pytest.approx(y, rel=0.05) for n, y in curve.points.items()} == {
+        n: 0.010 + 0.001 * (n - 1) for n in measure.QUICK_NODES
+    }
+    assert clock.now < 0.2
+
+
+def test_the_quick_look_ends_early_on_a_slow_machine():
+    target, _, clock = timed()
+
+    class Slow(Clock):
+        def __call__(self) -> float:
+            return clock.now * 30
+
+    curve = measure.quick_verify(target, clock=Slow())[measure.QUICK_CONTEXT]
+    assert set(curve.points) == {1, 2}  # two, or there would be no slope
+
+
+def test_a_message_takes_some_time():
+    assert 0 < measure.latency(20) < 1
+
+
+# Keeping profiles
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DUO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def models(tmp_path):
+    target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    target.write_bytes(b"GGUF" + bytes(100))
+    draft.write_bytes(b"GGUF" + bytes(50))
+    return target, draft
+
+
+def test_the_key_depends_on_machine_models_and_settings(models, monkeypatch):
+    target, draft = models
+    config = EngineConfig(threads=2)
+
+    def key(config=config, *files, **more):
+        return measure.key(measure.facts(config, *(files or models), **more))
+
+    first = key()
+    assert key() == first
+    assert len(first) == 16
+    assert key(replace(config, draft_width=7)) == first  # does not change what a pass costs
+    others = {
+        key(replace(config, threads=3)),
+        key(replace(config, threads_draft=1)),
+        key(replace(config, gpu_layers=-1)),
+        key(config, target, None),
+        key(config, draft, target),
+        key(config, device="a GPU"),
+    }
+    target.write_bytes(b"GGUF" + bytes(99) + b"x")
+    others.add(key())
+    monkeypatch.setattr(measure, "_cpu", lambda: "another")
+    others.add(key())
+    assert len(others | {first}) == 9
+
+
+def test_the_key_does_not_depend_on_the_order_of_facts():
+    assert measure.key({"a": 1, "b": {"c": 2, "d": 3}}) == measure.key({"b": {"d": 3, "c": 2}, "a": 1})
+
+
+def test_a_folder_is_a_model_too(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    facts = measure.facts(EngineConfig(), tmp_path, None)
+    assert facts["target"]["bytes"] == 2
+    assert facts["draft"] is None
+
+
+def test_profiles_are_kept(cache):
+    profile = load_profile("h200-7b")
+    assert measure.load("0123") is None
+    path = measure.save(profile, "0123")
+    assert path == cache / "profiles" / "0123.json"
+    assert to_record(measure.load("0123")) == to_record(profile)
+    assert list(path.parent.iterdir()) == [path]  # nothing half-written is left
+    path.write_text('{"name": "x"')
+    assert measure.load("0123") is None
+    path.write_text("{}")
+    assert measure.load("0123") is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "place"),
+    [
+        ("linux", {}, "home/.cache/duodecoding"),
+        ("linux", {"XDG_CACHE_HOME": "xdg"}, "xdg/duodecoding"),
+        ("darwin", {}, "home/Library/Caches/duodecoding"),
+        ("win32", {"LOCALAPPDATA": "local"}, "local/duodecoding"),
+        ("win32", {}, "home/AppData/Local/duodecoding"),
+        ("linux", {"DUO_CACHE": "mine"}, "mine"),
+    ],
+)
+def test_where_they_are_kept(platform, variables, place, monkeypatch):
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "DUO_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(measure.sys, "platform", platform)
+    monkeypatch.setattr(measure.Path, "home", lambda: measure.Path("home"))
+    assert measure.cache_folder().as_posix() == place
+
+
+# duo profile
+
+
+@pytest.fixture
+def pair(monkeypatch, models, cache):
+    """The command loads the timed models, and the clock is theirs."""
+    target, draft, clock = timed()
+    monkeypatch.setattr("duodecoding.backends.load_target", lambda path, config: target)
+    monkeypatch.setattr("duodecoding.backends.load_draft", lambda path, config: draft)
+    monkeypatch.setitem(measure.measure.__kwdefaults__, "clock", clock)
+    return [str(path) for path in models]
+
+
+def test_the_command_prints_a_table_and_keeps_the_profile(pair, cache, capsys):
+    assert main(["profile", "-m", pair[0], "-d", pair[1]]) == 0
+    out, err = capsys.readouterr()
+    assert "target and draft, measured here" in out
+    assert "10.00 ms" in out
+    assert "2.50 ms" in out
+    kept = list((cache / "profiles").glob("*.json"))
+    assert len(kept) == 1
+    assert str(kept[0]) in err
+
+
+def test_its_json_is_a_profile(pair, tmp_path, capsys):
+    assert main(["profile", "-m", pair[0], "-d", pair[1], "--name", "mine", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out)["name"] == "mine"
+    path = tmp_path / "mine.json"
+    path.write_text(out)
+    assert load_profile(str(path)).draft(4) == pytest.approx(0.004)
+
+
+def test_its_picture(pair, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["profile", "-m", pair[0], "-d", "none", "--plot", str(tmp_path / "curves.png")]) == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["profile", "-m", pair[0], "--plot", str(tmp_path / "curves.svg")]) == 2
+
+
+def test_times_in_words():
+    assert [in_words(t) for t in (6e-6, 0.00123, 0.5)] == ["6 us", "1.23 ms", "500 ms"]
+    assert priced({1: 0.001, 4: 0.002}, [1, 2, 4], 2) == ["2.00 ms", "2.00"]
+    assert priced({1: 0.001, 4: 0.002}, [1, 2, 4], 1) == ["", ""]
+    assert priced({1: 0.001}, [1], 3) == ["", ""]
