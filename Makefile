@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check equality install clean
+.PHONY: help demo test lint check equality torch install clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -37,6 +37,9 @@ check: $(VENV)/.dev ## the fast tests alone, stopping at the first failure
 
 equality: $(VENV)/.dev ## the whole equality suite with real models (minutes)
 	@$(PY) -m pytest tests/equality -m slow
+
+torch: $(VENV)/.torch ## install torch (the CPU is enough) and test its backend
+	@$(PY) -m pytest -q tests/test_torch.py tests/test_rig.py
 
 install: $(VENV)/.dev ## the environment only
 
@@ -71,4 +74,10 @@ $(VENV)/.demo: $(VENV)/.llama pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "Installing the development tools"
 	@$(INSTALL) -e '.[dev]'
+	@touch $@
+
+# Its own step: torch is large, and only transformers models need it.
+$(VENV)/.torch: $(VENV)/.dev
+	@echo "Installing torch and transformers"
+	@$(INSTALL) -e '.[torch]'
 	@touch $@

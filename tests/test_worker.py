@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -466,7 +467,8 @@ def test_the_command_refuses_what_cannot_be(flags: list[str], model_path: Path, 
 def test_engine_and_server_find_each_other(real_target: LlamaTarget, model_path: Path) -> None:
     """The command, in a process of its own, and an engine that uses it."""
     command = [sys.executable, "-m", "duodecoding.cli.main", "draft-server", str(model_path), "--port=0", "--threads=1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests started in the background ignore it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=listen) as server:  # noqa: PLW1509
         assert server.stdout is not None
         remote = RemoteDrafter(connect(server.stdout.readline().strip()), real_target.vocabulary.size)
         remote.start()

@@ -59,6 +59,8 @@ class LLM:
 
     def _load(self, config: EngineConfig, progress: Progress) -> None:
         file = models.resolve(config.model, offline=config.offline)
+        if config.gpu_layers == 0 and backends.on_gpu(file.path, config):
+            config = replace(config, gpu_layers=-1)  # a torch target; what follows asks only for this
         draft_name = _draft_name(config)
         draft_file = None
         vocabulary = backends.read_vocabulary(file.path)
@@ -75,7 +77,7 @@ class LLM:
         drafters = _drafters(config, draft_name, draft_file.path if draft_file else None, vocabulary.size)
         try:
             progress(f"loading {file.name}", 0.4)
-            target = backends.load_target(file.path, config)
+            target = backends.load_target(file.path, config, progress)
         except BaseException:
             drafters.close()
             raise

@@ -58,7 +58,7 @@ def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draf
     """On the CPU, wherever the target runs: that is the point. `exact`: its guesses do not depend on the order of the work."""
     from duodecoding.backends import llamacpp
 
-    model = llamacpp.LlamaModel(_gguf(path))
+    model = llamacpp.LlamaModel(_gguf(path), repack=not exact)
     return llamacpp.LlamaDraft(model, context=config.ctx_size, threads=config.threads_draft or config.threads, exact=exact)
 
 

@@ -78,8 +78,17 @@ def _curve(ax: Axes, curve: CostCurve, colour: str, label: str) -> None:
     points = curve.points
     sizes, times = list(points), [1e3 * seconds for seconds in points.values()]
     ax.plot(sizes, times, "o-", color=colour, linewidth=2, markersize=5, label=label or None)
-    for size, time in ((sizes[0], times[0]), (sizes[-1], times[-1])):
-        ax.annotate(f"{time:.3g}", (size, time), (0, 7), textcoords="offset points", ha="center", fontsize=8, color=colour)
+    ends = ((sizes[-1], times[-1]),) if label else ((sizes[0], times[0]), (sizes[-1], times[-1]))  # several begin close together
+    for size, time in ends:
+        ax.annotate(
+            f"{time:.3g}" if time < 100 else f"{time:.0f}",
+            (size, time),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=colour,
+        )
 
 
 def _proportional(ax: Axes, curve: CostCurve) -> None:

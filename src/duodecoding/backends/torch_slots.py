@@ -1,0 +1,150 @@
+"""The KV cache by slots, and the attention over it.
+
+Committed token i lies in slot i, always. The rows of a pass (the root and its guesses) lie in the slots behind, in the order of
+the pass, and a mask shows each of them the committed tokens and its own ancestors. Accepting guesses moves their few entries to
+their linear place; everything else is overwritten by the next pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+ATTENTION = "duodecoding"  # under this name transformers finds the attention below
+
+
+class Layer(NamedTuple):
+    """One layer's buffers, each (1, heads, slots, head_dim)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Slots:
+    """What transformers takes for its cache: it calls `update` in every layer. `first` and `length` describe the running pass."""
+
+    is_compileable = False
+
+    def __init__(self, shape: CacheShape, count: int, device: torch.device, dtype: torch.dtype) -> None:
+        size = (shape.layers, 1, shape.heads, count, shape.head_dim)
+        self._keys = torch.zeros(size, device=device, dtype=dtype)
+        self._values = torch.zeros(size, device=device, dtype=dtype)
+        self.layers = [Layer(k, v) for k, v in zip(self._keys, self._values, strict=True)]
+        self.count = count
+        self.slots = torch.zeros(1, dtype=torch.int64, device=device)  # of the rows of this pass
+        self.length = count  # slots that attention looks at
+        self.check: Callable[[], None] | None = None  # called in every layer; may raise to stop the pass
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: Any, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the rows of this pass and hand out all that they may look at. `layer`: its number, or its buffers."""
+        if self.check is not None:
+            self.check()
+        buffers = self.layers[layer] if isinstance(layer, int) else layer
+        buffers.keys.index_copy_(2, self.slots, keys)
+        buffers.values.index_copy_(2, self.slots, values)
+        return buffers.keys[:, :, : self.length], buffers.values[:, :, : self.length]
+
+    def get_seq_length(self, *_args: Any) -> int:
+        return 0
+
+    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+        """Copy entries of all layers between slots; all are read before any is written."""
+        device = self._keys.device
+        places = torch.tensor([source, to], dtype=torch.int64).to(device)
+        for buffers in (self._keys, self._values):
+            buffers.index_copy_(3, places[1], buffers.index_select(3, places[0]))
+
+
+class CacheShape(NamedTuple):
+    layers: int
+    heads: int  # of keys and values
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> CacheShape:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return cls(config.num_hidden_layers, heads, head_dim)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.layers * self.heads * self.head_dim * dtype.itemsize
+
+
+def tree_mask(table: torch.Tensor, length: int) -> torch.Tensor:
+    """Which slot each row sees: the committed ones before the first row, and its ancestors behind. (1, 1, rows, length) bool."""
+    rows, first = table.shape[0], table[0, 0]
+    index = torch.arange(rows, device=table.device)
+    on_path = index <= table[:, 1:2]
+    ancestors = torch.zeros((rows, rows), dtype=torch.bool, device=table.device)
+    ancestors.scatter_(1, torch.where(on_path, table[:, 2:], index[:, None]).long(), True)  # each row is its own ancestor
+    behind = torch.arange(length, device=table.device) - first
+    among = ancestors.index_select(1, behind.clamp(0, rows - 1))
+    return ((behind < 0) | ((behind >= 0) & (behind < rows) & among))[None, None]
+
+
+def attention(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface. Without a mask: a stretch of text at the end of what is there. With one: rows of a tree;
+    it is either a mask (bool) or their table (integers, see `torch_runner.Rows`), which the GPU kernels take.
+
+    `query` (1, heads, rows, head_dim), `key` and `value` (1, kv heads, slots, head_dim); out (1, rows, heads, head_dim).
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        from duodecoding.backends.torch_kernels import tree_attention
+
+        return tree_attention(query[0], key[0], value[0], attention_mask[0, 0], scale, key.shape[2])[None], None
+    if attention_mask is None and softcap is None:
+        out = _causal(query, key, value, scale)
+    else:
+        mask = _lower_right(query, key)[None, None] if attention_mask is None else attention_mask
+        out = _masked(query, key, value, mask, scale, softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    rows, length = query.shape[2], key.shape[2]
+    return torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(length - rows)
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if query.shape[2] == key.shape[2]:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    if query.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right
+
+        bias = causal_lower_right(query.shape[2], key.shape[2])
+    else:
+        bias = _lower_right(query, key)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+
+
+def _masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Query heads that share a key head are rows of one product: keys are read once, never repeated."""
+    _, heads, rows, size = query.shape
+    shared = key.shape[1]
+    groups = heads // shared
+    scores = torch.matmul(query.reshape(1, shared, groups * rows, size), key.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(1, shared, groups, rows, -1).masked_fill(~mask[:, :, None], -torch.inf)
+    weights = torch.softmax(scores, dim=-1).to(value.dtype).view(1, shared, groups * rows, -1)
+    return torch.matmul(weights, value).view(1, heads, rows, size)
