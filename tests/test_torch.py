@@ -25,8 +25,9 @@ from duodecoding import LLM, EngineConfig, Mode, SamplingParams, sampling  # noq
 from duodecoding.backends import load_draft, load_target, on_gpu, read_vocabulary, torch_model, torch_sampling  # noqa: E402
 from duodecoding.backends.torch import TorchTarget  # noqa: E402
 from duodecoding.backends.torch_choices import Chooser, Voice  # noqa: E402
+from duodecoding.backends.torch_fast import Fast, RowLinear  # noqa: E402
 from duodecoding.backends.torch_runner import Inputs, Rows, Runner  # noqa: E402
-from duodecoding.backends.torch_slots import ATTENTION, attention, tree_mask  # noqa: E402
+from duodecoding.backends.torch_slots import ATTENTION, CacheShape, Slots, attention, tree_mask  # noqa: E402
 from duodecoding.backends.torch_text import TransformersVocabulary  # noqa: E402
 from duodecoding.core import walk  # noqa: E402
 from duodecoding.drafters.lookup import LookupDrafter  # noqa: E402
@@ -642,6 +643,19 @@ def test_a_gguf_by_torch(model_path: Path, tmp_path: Path) -> None:
 
 
 # A GPU
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_joint_projections_compute_the_same_and_keep_nothing(family: str) -> None:
+    """What is done to a model for a GPU, but with the libraries' kernels, on a CPU."""
+    plain, text = tiny(family), torch.tensor([tokens(1, 12)])
+    expected = plain(text, use_cache=False).logits
+    slots = Slots(CacheShape.of(plain.config), 64, CPU, torch.float32)
+    assert not Fast(plain, slots, compile=False, kernels=True).takes_table  # full precision: not for our kernels
+    assert torch.allclose(plain(text, use_cache=False).logits, expected, atol=1e-4)
+    joints = [module for module in plain.modules() if isinstance(module, RowLinear)]
+    assert len(joints) > 3
+    assert all(getattr(joint, "result", None) is None for joint in joints)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

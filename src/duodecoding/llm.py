@@ -71,7 +71,7 @@ class LLM:
             draft_file = models.resolve(draft_name, offline=config.offline)
             progress(f"comparing the vocabularies of {file.name} and {draft_file.name}", 0.0)
             check_pair(vocabulary, backends.read_vocabulary(draft_file.path), target_name=file.name, draft_name=draft_file.name)
-            config = _share_threads(config)
+            config = share_threads(config)
             draft_name = draft_file.name
         progress(f"loading {draft_name or file.name}", 0.1)
         drafters = _drafters(config, draft_name, draft_file.path if draft_file else None, vocabulary.size)
@@ -210,7 +210,7 @@ def _too_few_cores(config: EngineConfig, draft: str | None) -> str:
     return few if cores < FEWEST_CORES else ""
 
 
-def _share_threads(config: EngineConfig) -> EngineConfig:
+def share_threads(config: EngineConfig) -> EngineConfig:
     """Both models on one CPU at the same time: more threads than cores would make each wait for the other's."""
     if config.mode not in OVERLAPPING or config.threads or config.threads_draft:
         return config

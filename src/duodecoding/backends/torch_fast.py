@@ -41,7 +41,7 @@ class RowLinear(nn.Module):
 
 
 class Part(nn.Module):
-    """One of several projections that are computed together: the first computes, all take their share."""
+    """One of several projections that are computed together: the first computes, all take their share, the last lets go."""
 
     def __init__(self, joint: RowLinear, start: int, end: int) -> None:
         super().__init__()
@@ -51,6 +51,8 @@ class Part(nn.Module):
         if self.start == 0:
             self.joint.result = self.joint(x)
         result: torch.Tensor = self.joint.result
+        if self.end == self.joint.weight.shape[0]:
+            self.joint.result = None  # of a long prompt it is hundreds of megabytes
         return result[..., self.start : self.end]
 
 

@@ -58,6 +58,7 @@ def measured(config: EngineConfig, name: str, terminal: Terminal) -> tuple[Profi
     """Load the pair, measure it, keep the profile."""
     from duodecoding import backends, measure, models
     from duodecoding.bench.simulate import draft_name
+    from duodecoding.llm import share_threads
 
     target_file = models.resolve(config.model, offline=config.offline)
     drafted = draft_name(config)
@@ -79,7 +80,8 @@ def measured(config: EngineConfig, name: str, terminal: Terminal) -> tuple[Profi
             target.close()
             if draft is not None:
                 draft.close()
-    facts = measure.facts(config, target_file.path, draft_file.path if draft_file else None)
+    # Stored under the settings that an engine of this pair will have.
+    facts = measure.facts(share_threads(config) if draft_file else config, target_file.path, draft_file.path if draft_file else None)
     return found, measure.save(found, measure.key(facts))
 
 
