@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from worlds import World, configs, parameters, said, worlds
 
 from duodecoding import LLM, SamplingParams
-from duodecoding.backends import scripted
-from duodecoding.errors import ContextOverflow, DuoError, ModelUnreadable, UsageError, VocabularyMismatch
+from duodecoding.backends import llamacpp, scripted
+from duodecoding.errors import BackendMissing, ContextOverflow, DuoError, ModelUnreadable, UsageError, VocabularyMismatch
 from duodecoding.types import EngineConfig, Mode, Source
 
 SERIAL, OFF = EngineConfig(mode=Mode.SERIAL), EngineConfig(mode=Mode.OFF)
@@ -298,3 +298,9 @@ def test_an_abort_from_another_thread(model_path: Path) -> None:
         assert result.finish_reason == "cancelled"
         assert result.token_ids[: len(expected)] == expected[: len(result.tokens)]
         assert llm.chat(QUESTION, SHORT).token_ids == expected
+
+
+def test_layers_for_a_gpu_that_llama_cpp_cannot_use_are_refused(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp, "supports_gpu", lambda: False)
+    with pytest.raises(BackendMissing, match="CPU only"):
+        LLM(str(model_path), draft="none", gpu_layers=-1)

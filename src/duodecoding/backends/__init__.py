@@ -50,6 +50,11 @@ def load_target(path: Path, config: EngineConfig, progress: Progress = lambda wh
         return torch.load(path, read_vocabulary(path), config, progress)
     from duodecoding.backends import llamacpp
 
+    if config.gpu_layers != 0 and not llamacpp.supports_gpu():
+        why = "the installed llama.cpp was built for the CPU only"
+        build = "CMAKE_ARGS=-DGGML_CUDA=on pip install --no-cache-dir --force-reinstall llama-cpp-python"
+        fix = f"Leave out --gpu-layers, or build it with a GPU: {build}"
+        raise BackendMissing("layers were to go to a GPU", why, fix)
     model = llamacpp.LlamaModel(path, gpu_layers=config.gpu_layers)
     return llamacpp.LlamaTarget(model, context=config.ctx_size, threads=config.threads)
 
