@@ -16,7 +16,7 @@ from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import ContextOverflow, Interrupted, UsageError
 from duodecoding.planner import cores_for_draft
-from duodecoding.realtime import Drafters, Meter, Pace, growth_of, growth_plan, overlap, take_turns
+from duodecoding.realtime import Drafters, Meter, Overlap, Pace, growth_of, growth_plan, take_turns
 from duodecoding.remote import RemoteDrafter
 from duodecoding.text import Detokenizer, StopStrings, check_pair, render_chat
 from duodecoding.trace import Timeline
@@ -348,7 +348,8 @@ class Stream:
         if drafters.lookup is not None:
             drafters.lookup.open(prompt)
         lockstep = config.mode is Mode.LOCKSTEP
-        return overlap(core, target, conversation, worker, drafters.lookup, meter, pace, lockstep=lockstep)
+        both = Overlap(core, target, conversation, worker, drafters.lookup, meter, pace, lockstep=lockstep)
+        return both.rounds()
 
     def _read(self, gained: Sequence[Committed]) -> Iterator[Token]:
         texts = self._reader.take(len(gained), last=self._core.finish_reason is not None)

@@ -241,6 +241,13 @@ class Overlap:
         self._quiet = False  # waited for in vain; not again before it speaks
 
     def rounds(self) -> Iterator[list[Committed]]:
+        """The tokens of each round. However it ends, the worker is left at rest."""
+        try:
+            yield from self._rounds()
+        finally:
+            self._remote.pause()
+
+    def _rounds(self) -> Iterator[list[Committed]]:
         guess_for_free(self._core, self._free)
         ended = time.monotonic()
         while (work := self._core.step(self._outlook())) is not None:
@@ -321,21 +328,3 @@ class Overlap:
 
 def proposals(message: Nodes) -> list[Proposal]:
     return [Proposal(key, parent, token, p, Source.MODEL) for key, parent, token, p in message.nodes]
-
-
-def overlap(
-    core: DuoCore,
-    target: Target,
-    conversation: Conversation,
-    remote: RemoteDrafter,
-    lookup: LookupDrafter | None,
-    meter: Meter,
-    pace: Pace,
-    *,
-    lockstep: bool = False,
-) -> Iterator[list[Committed]]:
-    """The target here, the draft in its worker, both at once. Yields the tokens of each round."""
-    try:
-        yield from Overlap(core, target, conversation, remote, lookup, meter, pace, lockstep=lockstep).rounds()
-    finally:
-        remote.pause()
