@@ -31,7 +31,7 @@ def grow(core: DuoCore, keys: count[int], nodes: int) -> float:
     """Draft steps until the tree has `nodes` guesses. Seconds that it took to take them in; making them is the draft's work."""
     seconds, size = 0.0, len(core.tree)
     while size < nodes:
-        leaves = core.tree.frontier(STEP)
+        leaves = [node for node in [core.tree.root, *core.tree.select(1000)] if not node.expanded][:STEP]  # as the draft's own tree
         message = [Proposal(next(keys), leaf.key, token, p, Source.MODEL) for leaf in leaves for token, p in enumerate(CHILDREN)]
         start = time.perf_counter()
         core.nodes_arrived(message)

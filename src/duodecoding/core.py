@@ -37,6 +37,9 @@ class Verify:
     guesses: tuple[PassNode, ...]
 
 
+BARE = Verify((), ())  # a plain pass over the root
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Nothing to do before the draft's next guesses, which should be here in `seconds`."""
@@ -61,9 +64,11 @@ class Committed(NamedTuple):
 
 def walk(guesses: Sequence[PassNode], choose: Choose) -> Verdict:
     """The acceptance rule: take the target's token; if it was guessed here, go down to that guess, else stop."""
+    choices = [choose(ROOT)]
+    if not guesses:
+        return Verdict((), tuple(choices))
     child = {(guess.parent, guess.token): i for i, guess in enumerate(guesses)}
     accepted: list[int] = []
-    choices = [choose(ROOT)]
     at = child.get((ROOT, choices[0].token))
     while at is not None:
         accepted.append(at)
@@ -121,46 +126,52 @@ class DuoCore:
         if self._steps_left > 0 and self._room > 1:
             self._steps_left -= 1
             return Expand()
-        nodes = self._selection()
-        delay = self._worthwhile_delay(nodes, outlook)
+        nodes, expected = self._selection()
+        delay = self._worthwhile_delay(nodes, expected, outlook) if outlook is not None else None
         if delay is not None:
             return Wait(delay)
+        if not nodes:
+            return BARE
         nodes = likeliest_first(nodes)
         return Verify(tuple(nodes), as_pass(nodes))
 
-    def _selection(self) -> list[Node]:
-        """The guesses worth a place in the pass, best first. One beyond the answer's last possible token is not."""
+    def _selection(self) -> tuple[list[Node], float]:
+        """The guesses worth a place in the pass, best first, and how many of them should be right. One beyond the answer's last
+        possible token is not worth it."""
         config = self._config
         if not self.drafting:
-            return []
+            return [], 0.0
         if config.mode is Mode.CHAIN:
             nodes = self.tree.likeliest_path(config.draft_length)
         elif config.mode is Mode.LOCKSTEP:
             nodes = self.tree.likeliest_path(config.max_nodes)
         else:
             nodes = self.tree.select(config.max_nodes)
-        last = self.tree.position + self._room - 1
-        nodes = [node for node in nodes if node.position <= last]
+        if len(nodes) >= self._room:  # else none can be so deep
+            last = self.tree.position + self._room - 1
+            nodes = [node for node in nodes if node.position <= last]
         if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
             verify = self._costs.verify_curve(self.tree.position)
-            nodes = nodes[: how_many_nodes([self.tree.probability(node) for node in nodes], verify)]
-        return nodes
+            chances = self.tree.probabilities(nodes)
+            count = how_many_nodes(chances, verify)
+            return nodes[:count], sum(chances[:count])
+        return nodes, 0.0
 
     def _verify_cost(self, tokens: int) -> float:
         assert self._costs is not None
         return self._costs.verify_cost(tokens, self.tree.position)
 
-    def _worthwhile_delay(self, nodes: Sequence[Node], outlook: Outlook | None) -> float | None:
+    def _worthwhile_delay(self, nodes: Sequence[Node], expected: float, outlook: Outlook) -> float | None:
         """How long the draft's next useful guesses take, if they bring more than that."""
-        if outlook is None or self._config.mode is not Mode.DUO or self._costs is None or not self.drafting or self._room <= 1:
+        if self._config.mode is not Mode.DUO or self._costs is None or not self.drafting or self._room <= 1:
             return None
         coming = [node for node in map(self.tree.find, outlook.expanding) if node is not None and not node.expanded]
         delay = outlook.next_in
         if not coming:  # the running step is for leaves that have died; the one after it is for ours
-            coming = self.tree.frontier(1)
+            first = next((node for node in (self.tree.root, *nodes) if not node.expanded), None)  # they come best first
+            coming = [first] if first is not None else self.tree.frontier(1)
             delay += outlook.step
-        more = self._coverage * sum(self.tree.probability(leaf) for leaf in coming)
-        expected = sum(self.tree.probability(node) for node in nodes)
+        more = self._coverage * sum(self.tree.probabilities(coming))
         now, then = self._verify_cost(1 + len(nodes)), self._verify_cost(1 + len(nodes) + 2 * len(coming))
         return delay if worth_waiting(expected, now, more, then, delay) else None
 
@@ -171,10 +182,11 @@ class DuoCore:
     def nodes_arrived(self, proposals: Iterable[Proposal]) -> None:
         """Guesses from any drafter, at any time."""
         covered: dict[int, float] = {}
+        add = self.tree.add
         for proposal in proposals:
-            node = self.tree.add(proposal)
+            node = add(proposal)
             self.drafted += 1
-            if node is not None and node.parent is not None and proposal.source is Source.MODEL:
+            if node is not None and proposal.source is Source.MODEL and node.parent is not None:
                 node.parent.expanded = True
                 covered[proposal.parent] = covered.get(proposal.parent, 0.0) + proposal.p
         for share in covered.values():
@@ -211,8 +223,10 @@ class DuoCore:
         return "length" if self._room <= 0 else None
 
     def _count(self, work: Verify, gained: Sequence[Committed]) -> None:
-        guessed = [committed.source for committed in gained if committed.source is not Source.TARGET]
         self.rounds += 1
+        if not work.nodes:
+            return
+        guessed = [committed.source for committed in gained if committed.source is not Source.TARGET]
         self.verified += len(work.nodes)
         self.accepted += len(guessed)
         self.accepted_by_source.update(guessed)

@@ -19,7 +19,7 @@ from duodecoding.planner import DraftClock, Outlook, Switch
 from duodecoding.remote import RemoteDrafter
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import Proposal
-from duodecoding.types import EngineConfig, Mode, RoundStats, SamplingParams, Source
+from duodecoding.types import EngineConfig, Mode, SamplingParams, Source
 from duodecoding.wire import GrowBestFirst, GrowChains, GrowthPlan, Nodes
 
 LEAF_FLOOR = 0.003  # leaves less likely than this are not worth a draft step
@@ -40,7 +40,7 @@ class Meter:
     target_busy: float = 0.0
     draft_busy: float = 0.0
     waited: float = 0.0  # the target, for guesses
-    rounds: list[RoundStats] = field(default_factory=list)
+    rounds: int = 0
     last_pass: tuple[float, float] = (0.0, 0.0)
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -154,9 +154,9 @@ def take_turns(
             draft_step(core, drafters, meter)
             continue
         root = core.tree.position
-        gained = target_round(core, target, conversation, work, meter)
-        if len(meter.rounds) > 1:  # the first pass read the prompt
-            seconds = meter.rounds[-1].seconds
+        choose, seconds = target_pass(target, conversation, work, meter)
+        gained = target_verdict(core, conversation, work, choose, meter)
+        if core.uses_drafts and meter.rounds > 1:  # the first pass read the prompt
             pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
             core.round_took(len(gained), seconds)
         yield gained
@@ -185,18 +185,13 @@ def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:
         core.draft_exhausted()
 
 
-def target_round(core: DuoCore, target: Target, conversation: Conversation, work: Verify, meter: Meter) -> list[Committed]:
-    choose, _ = target_pass(target, conversation, work, meter)
-    return target_verdict(core, conversation, work, choose, meter)
-
-
 def target_pass(target: Target, conversation: Conversation, work: Verify, meter: Meter) -> tuple[Choose, float]:
     start = time.perf_counter()
     choose = target.verify([(conversation, work.guesses)])[0]
     seconds = time.perf_counter() - start
     meter.target_busy += seconds
     meter.last_pass = (start, start + seconds)
-    meter.rounds.append(RoundStats(len(work.nodes), 0, seconds))
+    meter.rounds += 1
     return choose, seconds
 
 
@@ -207,14 +202,12 @@ def target_verdict(core: DuoCore, conversation: Conversation, work: Verify, choo
     now = time.perf_counter()
     if meter.first_token is None:
         meter.first_token = now
-    if len(meter.rounds) > 1:
+    if meter.rounds > 1:
         meter.timeline.span(Lane.TARGET, Did.PASS, *meter.last_pass, nodes=1 + len(work.nodes), gained=len(gained))
     else:
         meter.timeline.span(Lane.TARGET, Did.PROMPT, *meter.last_pass, tokens=len(conversation.tokens) - len(gained))
     meter.timeline.mark(Lane.TARGET, Did.COMMIT, now, gained=len(gained))
-    accepted = sum(1 for committed in gained if committed.source is not Source.TARGET)
     meter.target_busy += now - start
-    meter.rounds[-1] = replace(meter.rounds[-1], accepted=accepted, seconds=meter.rounds[-1].seconds + now - start)
     return gained
 
 
@@ -264,11 +257,11 @@ class Overlap:
         root, alone = self._core.tree.position, self._remote.at_rest
         choose, seconds = target_pass(self._target, self._conversation, work, self._meter)
         self._take()
-        if self._lockstep and len(self._meter.rounds) > 1:  # the first token waits for nobody
+        if self._lockstep and self._meter.rounds > 1:  # the first token waits for nobody
             self._barrier(root, seconds)
         gained = target_verdict(self._core, self._conversation, work, choose, self._meter)
         self._commit([committed.token for committed in gained])
-        if len(self._meter.rounds) > 1:  # the first pass read the prompt
+        if self._meter.rounds > 1:  # the first pass read the prompt
             self._pace.target_pass(1 + len(work.nodes), seconds, root, alone=alone)
         return gained
 

@@ -27,6 +27,7 @@ GUESS_HEAD = 64  # tokens that a draft's guesses are taken from
 MIN_TEMPERATURE = 1e-6  # below it noise decides nothing, and logits divided by it leave the range of float32
 TAIL_NOISE = -1  # pseudo-tokens of the noise: the tail's own Gumbel, and the draw inside the tail
 TAIL_DRAW = -2
+SAFE_EXPONENT = 50.0  # a million times e^50 is within float32, and what falls below its range beside e^-50 does not count
 EDGE = 1e-6  # a nucleus ends this much early: sums that should meet top-p exactly then cannot fall on either side by rounding
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -220,6 +221,8 @@ class Sampler:
 
     def _log_sum_exp(self, row: Row, top: np.float32) -> float:
         """`top`: the row's maximum, which the caller knows: to look for it takes as long as to add up."""
+        if -SAFE_EXPONENT < top < SAFE_EXPONENT:  # one walk over the row less
+            return float(np.log(np.exp(row, out=self._weights).sum()))
         np.subtract(row, top, out=self._weights)
         np.exp(self._weights, out=self._weights)
         return float(top) + float(np.log(self._weights.sum()))

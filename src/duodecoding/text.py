@@ -50,6 +50,8 @@ class StopStrings:
 
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that is safe to emit now, and whether a stop string came."""
+        if not self._stops:
+            return text, False
         if self.stopped:
             return "", True
         self._held += text

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from duodecoding.errors import UsageError
 
@@ -32,8 +32,7 @@ class Did(StrEnum):
     COMMIT = "commit"  # the tokens of a round enter the answer; args: gained
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     lane: Lane
     name: Did
     begin: float

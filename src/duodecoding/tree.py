@@ -65,7 +65,8 @@ class TokenTree:
         self.root = Node(-self.position, None, self.tokens[-1], 0.0, self.position, Source.TARGET)
         self._live: dict[int, Node] = {}  # guesses by key; two drafters may know one node by two keys
         self._passed: dict[int, int] = {}  # guesses that were committed: key -> position
-        self._open: list[tuple[float, int, Node]] = []  # heap of unexpanded nodes, most likely first; stale entries are skipped
+        # Heap of unexpanded nodes, most likely first; stale entries are skipped. None: not asked for since the last commit.
+        self._open: list[tuple[float, int, Node]] | None = None
         self._count = 0
 
     def __len__(self) -> int:
@@ -80,6 +81,11 @@ class TokenTree:
     def probability(self, node: Node) -> float:
         """That the target's answer goes through this node, as far as the drafters know."""
         return math.exp(node.logp - self.root.logp)
+
+    def probabilities(self, nodes: Sequence[Node]) -> list[float]:
+        """The same for many."""
+        start, exp = self.root.logp, math.exp
+        return [exp(node.logp - start) for node in nodes]
 
     def holds(self, node: Node) -> bool:
         """Is the node the root or below it?"""
@@ -123,6 +129,10 @@ class TokenTree:
         found = [self.root] if width > 0 and not self.root.expanded else []
         wanted = width - len(found)
         taken = []
+        if self._open is None:
+            self._open = []
+            for node in self._below(self.root):
+                self._push(node)
         while self._open and wanted > 0:
             entry = heapq.heappop(self._open)
             node = entry[2]
@@ -140,15 +150,15 @@ class TokenTree:
         heap = [(-child.logp, i, child) for i, child in enumerate(self.root.children.values())]
         heapq.heapify(heap)
         chosen: list[Node] = []
-        serial = len(heap)
-        lowest = self.root.logp + (math.log(floor) if floor > 0 else -math.inf)
+        serial, push, pop = len(heap), heapq.heappush, heapq.heappop
+        highest = -self.root.logp - (math.log(floor) if floor > 0 else -math.inf)
         while heap and len(chosen) < limit:
-            _, _, node = heapq.heappop(heap)
-            if node.logp < lowest:
+            cost, _, node = pop(heap)
+            if cost > highest:
                 break
             chosen.append(node)
             for child in node.children.values():
-                heapq.heappush(heap, (-child.logp, serial, child))
+                push(heap, (-child.logp, serial, child))
                 serial += 1
         return chosen
 
@@ -163,6 +173,10 @@ class TokenTree:
 
     def commit(self, tokens: Sequence[int]) -> list[Node | None]:
         """Re-root at the last of `tokens`, keep what hangs below it, drop the rest. Returns the node of each token, or None."""
+        if tokens and not self._live and not self.root.children:  # nothing was guessed
+            self.tokens.extend(tokens)
+            self.root = Node(-self.position, None, self.tokens[-1], 0.0, self.position, Source.TARGET)
+            return [None] * len(tokens)
         path: list[Node | None] = []
         node: Node | None = self.root
         for token in tokens:
@@ -176,20 +190,18 @@ class TokenTree:
 
     def _prune(self, passed: dict[int, int]) -> None:
         """Forget all but the live nodes and those just committed (`passed`: id of node -> position)."""
-        alive = {id(node): node for node in self._below(self.root)}
+        alive = {id(node) for node in self._below(self.root)}
         for key, node in list(self._live.items()):
             if id(node) not in alive:
                 del self._live[key]
                 if id(node) in passed:
                     self._passed[key] = passed[id(node)]
-        self._open = []
-        for node in alive.values():
-            if not node.expanded:
-                self._push(node)
+        self._open = None
 
     def _push(self, node: Node) -> None:
-        self._count += 1
-        heapq.heappush(self._open, (-node.logp, self._count, node))
+        if self._open is not None:
+            self._count += 1
+            heapq.heappush(self._open, (-node.logp, self._count, node))
 
     def _below(self, node: Node) -> Iterator[Node]:
         stack = list(node.children.values())
@@ -222,4 +234,5 @@ def _likeliest_last(nodes: Sequence[Node]) -> list[Node]:
 def as_pass(nodes: Sequence[Node]) -> tuple[PassNode, ...]:
     """The nodes as a target sees them: parents by index."""
     index = {id(node): i for i, node in enumerate(nodes)}
-    return tuple(PassNode(index.get(id(node.parent), ROOT), node.token) for node in nodes)
+    make = PassNode._make
+    return tuple([make((index.get(id(node.parent), ROOT), node.token)) for node in nodes])

@@ -125,15 +125,6 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundStats:
-    """One target pass."""
-
-    nodes: int  # guesses verified
-    accepted: int  # guesses that became part of the answer
-    seconds: float  # the target's time
-
-
-@dataclass(frozen=True, slots=True)
 class Stats:
     """What one answer cost. Seconds are wall-clock."""
 

@@ -174,7 +174,7 @@ class _Context:
             )
         self.memory = C.llama_get_memory(self.handle)
         self.vocab_size = model.vocabulary.size
-        self._array_types: dict[int, type[ctypes.Array[ctypes.c_float]]] = {}  # of the logits, by the number of outputs
+        self._views: dict[tuple[int, int], Row] = {}  # of the logits, by their address and the number of outputs
         self._stop: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(2)
         self._set_abort_callback()
         self._make_batch()
@@ -233,9 +233,11 @@ class _Context:
         """The kept logits, (outputs, vocab). A view: the next pass overwrites it."""
         count = self._n_outputs
         address = ctypes.addressof(C.llama_get_logits(self.handle).contents)
-        if count not in self._array_types:  # to make a type costs more than the rest of this
-            self._array_types[count] = ctypes.c_float * (count * self.vocab_size)
-        return np.ctypeslib.as_array(self._array_types[count].from_address(address)).reshape(count, self.vocab_size)
+        view = self._views.get((address, count))
+        if view is None:  # llama.cpp moves its buffer only to enlarge it
+            flat = (ctypes.c_float * (count * self.vocab_size)).from_address(address)
+            view = self._views[address, count] = np.ctypeslib.as_array(flat).reshape(count, self.vocab_size)
+        return view
 
     def abort(self) -> None:
         self._stop[0] = b"\1"
@@ -369,6 +371,8 @@ class LlamaTarget:
             raise
         conversation.nodes = nodes
         rows = self._context.logits()
+        if not nodes:
+            return lambda _: conversation.sampler.choose(rows[0], len(conversation.tokens))
         depth = [0] * len(nodes)
         for i, node in enumerate(nodes):
             depth[i] = 1 if node.parent == ROOT else depth[node.parent] + 1
@@ -394,6 +398,9 @@ class LlamaTarget:
 
     def _decode_tree(self, conversation: LlamaConversation, nodes: Sequence[PassNode]) -> None:
         start, end = conversation.cached, len(conversation.tokens)
+        if not nodes and not self._never_alone:
+            self._context.decode(conversation.tokens[start:], range(start, end), [(0,)] * (end - start), outputs=1)
+            return
         paths = paths_of(nodes)
         every = sorted({sequence for ids in paths for sequence in ids}) or [0]
         if len(every) > MAX_SEQUENCES:
