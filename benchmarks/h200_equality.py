@@ -52,7 +52,42 @@ def grown(answer: Sequence[int], at: int, chance: random.Random, vocab: int) -> 
     return nodes
 
 
-def answer(target: TorchTarget, prompt: list[int], count: int, known: Sequence[int] | None, chance: random.Random) -> list[int]:
+class Watch:
+    """Fingerprints of what lies in the KV cache for every committed token, layer by layer, and which pass put it there."""
+
+    def __init__(self, target: TorchTarget) -> None:
+        self._slots = target._runner.slots
+        self.prints: list[torch.Tensor] = []  # (layers, 2) of each position
+        self.made: list[str] = []
+
+    def look(self, cached: int, how: str) -> None:
+        for position in range(len(self.prints), cached):
+            cells = [t[:, 0, :, position].contiguous().view(torch.int16).long() for t in (self._slots._keys, self._slots._values)]
+            weights = torch.arange(1, cells[0].shape[-1] + 1, device=DEVICE)
+            self.prints.append(torch.stack([(cell * weights).sum((1, 2)) for cell in cells], 1))
+            self.made.append(how)
+
+    def first_difference(self, other: Watch) -> dict[str, Any] | None:
+        for position, (mine, theirs) in enumerate(zip(self.prints, other.prints, strict=False)):
+            if not torch.equal(mine, theirs):
+                layer, part = (mine != theirs).nonzero()[0].tolist()
+                return {
+                    "position": position,
+                    "layer": layer,
+                    "part": "kv"[part],
+                    "made": [self.made[position], other.made[position]],
+                }
+        return None
+
+
+def answer(
+    target: TorchTarget,
+    prompt: list[int],
+    count: int,
+    known: Sequence[int] | None,
+    chance: random.Random,
+    watch: Watch | None = None,
+) -> list[int]:
     """`known`: an answer to make trees of; None: one token a pass."""
     target.open([1], SamplingParams())  # forget the last prompt: no answer may depend on what came before
     conversation = target.open(prompt, SamplingParams())
@@ -64,6 +99,8 @@ def answer(target: TorchTarget, prompt: list[int], count: int, known: Sequence[i
         end = next((i for i, token in enumerate(gained) if token in END), len(gained) - 1)
         conversation.commit(gained[: end + 1])
         tokens += gained[: end + 1]
+        if watch is not None:
+            watch.look(conversation.cached, f"{1 + len(nodes)} rows, accepted {list(verdict.accepted)}")
     return tokens
 
 
@@ -76,7 +113,9 @@ def gap(target: TorchTarget, tokens: list[int]) -> float:
     return float(best[0] - best[1])
 
 
-def compare(target: TorchTarget, prompts: list[dict[str, Any]], count: int, seconds: float) -> dict[str, Any]:
+def compare(
+    target: TorchTarget, prompts: list[dict[str, Any]], count: int, seconds: float, *, watch: bool = False
+) -> dict[str, Any]:
     chance, start = random.Random(0), time.perf_counter()
     equal: Counter[str] = Counter()
     asked: Counter[str] = Counter()
@@ -85,9 +124,14 @@ def compare(target: TorchTarget, prompts: list[dict[str, Any]], count: int, seco
     for prompt in prompts:
         if time.perf_counter() - start > seconds:
             break
-        alone = answer(target, prompt["tokens"], count, None, chance)
-        guessed = answer(target, prompt["tokens"], count, alone, chance)
+        first, second = (Watch(target), Watch(target)) if watch else (None, None)
+        alone = answer(target, prompt["tokens"], count, None, chance, first)
+        guessed = answer(target, prompt["tokens"], count, alone, chance, second)
         asked[prompt["task"]] += 1
+        if first is not None and second is not None:
+            third = Watch(target)
+            again = answer(target, prompt["tokens"], count, None, chance, third)
+            print(len(prompt["tokens"]), again == alone, first.first_difference(third), first.first_difference(second), flush=True)
         length += len(alone)
         if alone == guessed:
             equal[prompt["task"]] += 1
@@ -114,6 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--kernels", choices=("own", "library"), default="own")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
+    parser.add_argument("--watch", action="store_true", help="compare the KV cache, too, and the plain answer with itself")
     options = parser.parse_args()
     from transformers import AttentionInterface
 
@@ -123,7 +168,7 @@ def main() -> None:
     target = TorchTarget(model, Numbers(source.vocab), context=4096, rows=64, compile=True, kernels=options.kernels == "own")
     prompts = json.loads(options.prompts.read_text())
     random.Random(1).shuffle(prompts)
-    results = {"gpu": machine(), **compare(target, prompts, options.tokens, options.seconds)}
+    results = {"gpu": machine(), **compare(target, prompts, options.tokens, options.seconds, watch=options.watch)}
     target.close()
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
     common.write(f"h200_equality_{options.shape}_{options.kernels}", settings, results)

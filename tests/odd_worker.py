@@ -25,7 +25,7 @@ class SlowDraft:
 
     def __init__(self, draft: Draft, delay: float, seed: int = 0) -> None:
         self._draft, self._delay, self._random = draft, delay, random.Random(seed)
-        self.vocabulary, self.context = draft.vocabulary, draft.context
+        self.vocabulary, self.context, self.token_ids = draft.vocabulary, draft.context, draft.token_ids
         self.open, self.commit, self.close, self.stop_on = draft.open, draft.commit, draft.close, draft.stop_on
 
     def _dawdle(self) -> None:

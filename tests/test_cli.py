@@ -13,10 +13,13 @@ import pytest
 
 from duodecoding import llm as llm_module
 from duodecoding.cli import flags, reader
+from duodecoding.cli.doctor import _cuda_line, _floor_line
 from duodecoding.cli.interrupts import Interrupts
 from duodecoding.cli.main import main
 from duodecoding.cli.terminal import COLOURS, Terminal, stats_line
-from duodecoding.errors import ContextOverflow, ModelNotFound
+from duodecoding.costs import Floor
+from duodecoding.errors import ContextOverflow, ModelNotFound, OutOfMemory
+from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.types import EngineConfig, Mode, Result, SamplingParams, Source, Stats, Token
 
 STATS_KEYS = {
@@ -42,6 +45,13 @@ class FakeStream:
 
     def close(self) -> None:
         self.cancelled |= len(self.said) < len(self.words)
+
+    @property
+    def timeline(self) -> Timeline:
+        timeline = Timeline()
+        for begin in range(len(self.said)):
+            timeline.span(Lane.TARGET, Did.PASS, begin, begin + 0.008)
+        return timeline
 
     @property
     def result(self) -> Result:
@@ -86,6 +96,9 @@ class FakeLLM:
         self.asked.append((prompt, params))
         self.running = FakeStream(self, list(self.words))
         return self.running
+
+    def floor(self):
+        return Floor(weights=100_000_000, bandwidth=20e9, where="CPU")  # 5 ms
 
     def abort(self):
         self.running.cancelled = True
@@ -139,6 +152,13 @@ def test_stats_are_one_line_on_stderr(capsys):
     assert err.count("\n") == 1
     for part in ("4 tokens", "8.0 tokens/s", "2.00 tokens/round", "accepted 2/6 (lookup 2)", "duo, speculation on"):
         assert part in err
+    assert "pass 8.0 ms, 62% of the CPU memory's speed" in err
+
+
+def test_stats_without_a_floor(fake, capsys):
+    fake.floor = lambda self: None
+    assert main(["run", "hi", "--stats"]) == 0
+    assert "memory" not in capsys.readouterr().err
 
 
 def test_json_is_one_object(capsys):
@@ -234,9 +254,12 @@ def test_every_flag_has_help_and_a_variable(command, capsys, monkeypatch):
         assert len(row.split("[env var")[0].split()) > 4
 
 
+ELSEWHERE = {"keep_mb", "top_logprobs"}  # what only a server needs, or its clients
+
+
 def test_every_field_is_a_flag():
     for record, flagged in ((EngineConfig, flags.EngineFlags), (SamplingParams, flags.SamplingFlags)):
-        assert [f.name for f in fields(record)] == [f.name for f in fields(flagged)]
+        assert [f.name for f in fields(record) if f.name not in ELSEWHERE] == [f.name for f in fields(flagged)]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +291,13 @@ def test_an_error_of_the_engine_is_one_line(error, code, fake, capsys):
     fake.error = error
     assert main(["run", "hi"]) == code
     assert capsys.readouterr().err == f"duo: error: {' '.join(str(error).split())}\n"
+
+
+def test_out_of_memory_says_how_much():
+    said = str(OutOfMemory("big does not fit on GPU", "it needs 20.0 GB for its weights", 1.5e9, 80e9))
+    assert said.startswith(
+        "big does not fit on GPU: it needs 20.0 GB for its weights; 1.5 GB of 80.0 GB are free. Lower --ctx-size"
+    )
 
 
 def test_version_and_help(capsys):
@@ -437,5 +467,33 @@ def test_doctor(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["cores"]["physical"] >= 1
     assert facts["versions"]["numpy"]
+    assert facts["bandwidth"]["cpu"] > 0
     assert main(["doctor"]) == 0
-    assert facts["outlook"].split(",")[0] in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert facts["outlook"].split(",")[0] in said
+    assert "main memory" in said
+
+
+def test_doctor_weighs_a_model_against_the_memory(capsys):
+    arguments = ["doctor", "-m", "smollm2-135m", "--threads", "1"]
+    assert main([*arguments, "--json"]) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert 70e6 < model["weights_bytes"] < 110e6
+    assert model["floor_of"] == "CPU"
+    assert model["floor_share"] == pytest.approx(model["floor_seconds"] / model["pass_seconds"]["1"])
+    assert main(arguments) == 0
+    assert f"to read {model['weights_bytes'] / 1e6:.0f} MB of weights from the CPU's memory" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_floor_that_cannot_be_measured_says_why():
+    model = {"weights_bytes": 5_000_000_000, "floor_seconds": None}
+    assert _floor_line(model) == "not known: 5.0 GB of weights, and torch cannot measure the GPU's memory"
+
+
+def test_gpus_with_their_memory():
+    gpu = {"name": "Big One", "total_bytes": 150_100_000_000, "free_bytes": 20_000_000_000}
+    assert _cuda_line([gpu]) == "Big One, 20.0 GB of 150.1 GB free"
+    assert _cuda_line([]) == "torch sees no CUDA device"
+    assert _cuda_line(None) == "torch is not installed"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duodecoding.costs import CostCurve, Profile, fit, from_record, to_record
+from duodecoding.costs import CostCurve, Floor, Profile, fit, from_record, to_record
 from duodecoding.errors import UsageError
 from duodecoding.virtual import load_profile, profile_names
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import plot_h200
 
 POINTS = st.dictionaries(st.integers(1, 128), st.floats(1e-5, 10.0), min_size=1, max_size=8)
 
@@ -135,3 +140,24 @@ def test_profiles_from_files(tmp_path):
         load_profile(str(path))
     with pytest.raises(UsageError, match="no profile 'no-such'"):
         load_profile("no-such")
+
+
+def test_the_floor_is_weights_over_bandwidth():
+    floor = Floor(weights=13_355_000_000, bandwidth=4.302e12, where="NVIDIA H200")
+    assert floor.seconds == pytest.approx(3.104e-3, rel=1e-3)
+    assert floor.share(4.459e-3) == pytest.approx(0.696, abs=1e-3)
+    assert floor.share(floor.seconds) == 1.0
+
+
+def test_measured_rounds_become_a_profile():
+    cells = {"64@512": {"ms": 5.5, "round_ms": 5.8}, "1@512": {"ms": 4.4, "round_ms": 4.7}, "1@4096": {"ms": 4.9, "round_ms": 5.1}}
+    results = {"gpu": {"gpu": "Big One"}, "verify": cells, "first_token_4096_ms": 99.2}
+    record = {"file": "h200_verify_7b_own.json", "settings": {"kernels": "own"}, "results": results}
+    shipped = to_record(load_profile("h200-7b"))
+    made = from_record(plot_h200.profile("7b", record, shipped), where="made")
+    assert made.verify[512].points == {1: 0.0047, 64: 0.0058}
+    assert made.verify_cost(1, 4096) == 0.0051
+    assert made.target_prompt == pytest.approx(0.0992 / 4096, rel=1e-3)
+    assert made.draft.points == load_profile("h200-7b").draft.points  # measured elsewhere, and kept
+    assert "Big One" in made.about
+    assert "draft step: a 4-layer" in made.about

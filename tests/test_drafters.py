@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,99 +13,9 @@ from duodecoding.backends import scripted
 from duodecoding.backends.base import Leaf
 from duodecoding.drafters import model as model_drafter
 from duodecoding.drafters.growth import BestFirst
-from duodecoding.drafters.lookup import LONGEST, PRIOR, SHORTEST, LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.sampling import Sampler
 from duodecoding.tree import PassNode, Proposal, TokenTree
-from duodecoding.types import Source
-
-# Lookup
-
-
-def lookup(*tokens: int) -> LookupDrafter:
-    drafter = LookupDrafter()
-    drafter.open(tokens)
-    return drafter
-
-
-def chains(proposals: list[Proposal], root: int) -> list[list[int]]:
-    """Proposals as token lists, and a check that each chain hangs on the root."""
-    found: list[list[int]] = []
-    for before, proposal in pairwise([None, *proposals]):
-        assert proposal is not None
-        if proposal.parent == -root:
-            found.append([])
-        else:
-            assert before is not None
-            assert proposal.parent == before.key
-        found[-1].append(proposal.token)
-    return found
-
-
-def test_lookup_copies_what_followed() -> None:
-    drafter = lookup(1, 2, 3, 4, 5, 1, 2)
-    assert chains(drafter.guess(), 6) == [[3, 4, 5, 1, 2]]
-
-
-def test_lookup_prefers_the_longest_match_then_the_latest_place() -> None:
-    drafter = lookup(1, 2, 3, 7, 0, 2, 3, 8, 0, 2, 3, 9, 0, 0, 1, 2, 3)
-    proposals = drafter.guess()
-    assert [chain[0] for chain in chains(proposals, 16)] == [7, 9]
-    assert proposals[0].p == PRIOR[3]
-    assert [p.p for p in proposals if p.parent == -16] == pytest.approx([PRIOR[3], PRIOR[2]])
-
-
-def test_lookup_is_surer_the_further_it_goes() -> None:
-    chain = lookup(1, 2, 3, 4, 5, 6, 7, 8, 1, 2).guess()
-    assert all(a.p <= b.p <= 0.95 for a, b in pairwise(chain))
-
-
-def test_lookup_of_something_new_is_nothing() -> None:
-    assert lookup(1, 2, 3, 4).guess() == []
-    assert lookup(1).guess() == []
-
-
-def test_lookup_learns_from_the_answer() -> None:
-    drafter = lookup(1, 2)
-    drafter.commit([3, 4, 1])
-    assert drafter.guess() == []
-    drafter.commit([2])
-    assert chains(drafter.guess(), 5)[0][:2] == [3, 4]
-
-
-def test_lookup_forgets_the_last_conversation() -> None:
-    drafter = lookup(1, 2, 3, 1, 2)
-    drafter.open([1, 2])
-    assert drafter.guess() == []
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(1, 5), max_size=8))
-def test_lookup_against_a_plain_search(tokens: list[int], cuts: list[int]) -> None:
-    """However the text came in: every chain continues an earlier place, whose last tokens agree with ours."""
-    drafter = LookupDrafter(length=5)
-    drafter.open(tokens[:1])
-    rest = tokens[1:]
-    for size in cuts:
-        drafter.commit(rest[:size])
-        rest = rest[size:]
-    drafter.commit(rest)
-    proposals = drafter.guess()
-    assert len({proposal.key for proposal in proposals}) == len(proposals)
-    assert all(proposal.source is Source.LOOKUP for proposal in proposals)
-    found = chains(proposals, len(tokens) - 1)
-    matches = {
-        n: [end for end in range(n, len(tokens)) if tokens[end - n : end] == tokens[-n:]]
-        for n in range(SHORTEST, LONGEST + 1)
-        if n <= len(tokens)
-    }
-    longest = max((n for n, places in matches.items() if places), default=0)
-    assert bool(found) == bool(longest)
-    if found:
-        latest = matches[longest][-1]
-        assert found[0] == tokens[latest : latest + 5]
-        every = [tokens[end : end + 5] for places in matches.values() for end in places]
-        assert all(chain in every for chain in found)
-
 
 # A draft model: the scripted draft checks every step and commit.
 

@@ -265,3 +265,33 @@ def test_times_in_words():
     assert priced({1: 0.001, 4: 0.002}, [1, 2, 4], 2) == ["2.00 ms", "2.00"]
     assert priced({1: 0.001, 4: 0.002}, [1, 2, 4], 1) == ["", ""]
     assert priced({1: 0.001}, [1], 3) == ["", ""]
+
+
+# Memory
+
+
+def test_bandwidth_counts_what_is_read_and_what_is_written():
+    ticks = iter([0.0, 0.5, 1.0, 1.25, *(10.0 * n for n in range(1, 11))])  # the fastest of the copies takes 0.25 s
+    assert measure.cpu_bandwidth(2, size=1000, clock=lambda: next(ticks)) == 2 * 1000 / 0.25
+
+
+def test_the_floor_of_a_target(monkeypatch):
+    target, _, _ = timed()
+    assert measure.floor(target, on_gpu=False, threads=1) is None  # nobody knows what its weights are
+    target.weights_bytes = 3_000_000
+    monkeypatch.setattr(measure, "cpu_bandwidth", lambda threads: 1e9 * threads)
+    assert measure.floor(target, on_gpu=False, threads=3).seconds == pytest.approx(0.001)
+    monkeypatch.setattr(measure, "gpu_bandwidth", lambda device: ("Big One", 1e12))
+    assert measure.floor(target, on_gpu=True).where == "Big One"
+    monkeypatch.setattr(measure, "gpu_bandwidth", lambda device: None)
+    assert measure.floor(target, on_gpu=True) is None
+
+
+def test_without_torch_a_gpu_cannot_be_measured(monkeypatch):
+    monkeypatch.setattr(measure, "find_spec", lambda name: None)
+    assert measure.gpu_bandwidth() is None
+
+
+def test_a_full_pass_is_a_size_that_is_measured():
+    # 63 guesses and the root: one row more would begin another tile of a GPU.
+    assert EngineConfig().max_nodes + 1 in measure.NODES

@@ -71,11 +71,11 @@ def test_several_profiles_and_a_file(pair, capsys, tmp_path):
 
 def test_the_ablation_adds_rows(pair, capsys):
     (found,) = run(capsys, *pair, "--modes", "duo,pearl", "--ablate", "--per-task", "1")
-    parts = ["no waiting", "no calibration", "width 1", "no hedging", "no lookup"]
+    parts = ["no waiting", "no calibration", "width 1", "no hedging", "no lookup", "no recycling", "model only"]
     assert list(found["modes"]) == ["duo", "pearl", *(f"duo, {part}" for part in parts)]
 
 
-@pytest.mark.parametrize("draft", ["lookup", "none"])
+@pytest.mark.parametrize("draft", ["lookup", "free", "none"])
 def test_without_a_draft_model(draft, pair, capsys):
     pair[3] = draft
     (found,) = run(capsys, *pair, "--modes", "duo")

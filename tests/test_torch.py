@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 
 from workers import engine  # noqa: E402
 
-from duodecoding import LLM, EngineConfig, Mode, SamplingParams, sampling  # noqa: E402
+from duodecoding import LLM, EngineConfig, Mode, SamplingParams, measure, prompts, sampling  # noqa: E402
 from duodecoding.backends import load_draft, load_target, on_gpu, read_vocabulary, torch_model, torch_sampling  # noqa: E402
 from duodecoding.backends.torch import TorchTarget  # noqa: E402
 from duodecoding.backends.torch_choices import Chooser, Voice  # noqa: E402
@@ -29,16 +30,18 @@ from duodecoding.backends.torch_fast import Fast, RowLinear  # noqa: E402
 from duodecoding.backends.torch_runner import Inputs, Rows, Runner  # noqa: E402
 from duodecoding.backends.torch_slots import ATTENTION, CacheShape, Slots, attention, tree_mask  # noqa: E402
 from duodecoding.backends.torch_text import TransformersVocabulary  # noqa: E402
+from duodecoding.bench.simulate import chat_tokens  # noqa: E402
 from duodecoding.core import walk  # noqa: E402
 from duodecoding.drafters.lookup import LookupDrafter  # noqa: E402
 from duodecoding.drafters.model import ModelDrafter  # noqa: E402
-from duodecoding.errors import BackendMissing, DuoError, Interrupted, ModelUnreadable, UsageError  # noqa: E402
+from duodecoding.errors import BackendMissing, DuoError, Interrupted, ModelUnreadable, OutOfMemory, UsageError  # noqa: E402
 from duodecoding.realtime import Drafters  # noqa: E402
 from duodecoding.remote import spawn  # noqa: E402
 from duodecoding.tree import ROOT, PassNode  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import rig  # noqa: E402
+import torch_vs_llamacpp  # noqa: E402
 
 CPU = torch.device("cpu")
 VOCAB = 300
@@ -547,6 +550,66 @@ def test_a_model_too_large_for_the_gpu_says_how_much(folder: Path, monkeypatch: 
         torch_model._check_memory(folder, settings_of(), torch.device("cuda"), torch.bfloat16, 600)
 
 
+def test_a_gguf_too_large_for_the_gpu(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (10**8, 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    with pytest.raises(OutOfMemory, match=r"needs 0\.3 GB for its weights .*; 0\.1 GB of 1\.0 GB are free"):
+        torch_model._check_memory(model_path, settings_of(), torch.device("cuda"), torch.bfloat16, 600)
+
+
+def test_a_full_gpu_has_no_measured_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch_model, "choose_device", torch.device)
+    monkeypatch.setattr(torch_model, "copy_bandwidth", lambda device: 4.3e12)
+    assert measure.gpu_bandwidth("cuda:0") == ("GPU", 4.3e12)
+    monkeypatch.setattr(torch_model, "copy_bandwidth", Exhausted)
+    assert measure.gpu_bandwidth("cuda:0") is None
+
+
+def test_what_a_pass_reads() -> None:
+    tied, untied = tiny(tie_word_embeddings=True), tiny(tie_word_embeddings=False)
+    embedding = VOCAB * SHAPE["hidden_size"] * 4
+    assert torch_model.weights_bytes(tied) == sum(p.nbytes for p in tied.parameters())
+    assert torch_model.weights_bytes(untied) == sum(p.nbytes for p in untied.parameters()) - embedding
+
+
+class Exhausted:
+    """Stands for what allocates on a full GPU."""
+
+    def __init__(self, *_args: Any, **_settings: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 3 GiB")
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "said"),
+    [
+        ("duodecoding.backends.torch.Runner", OutOfMemory, r"cannot load .*: it needs 2\.50 GiB more; 0\.0 GB of 0\.0 GB are free"),
+        ("duodecoding.backends.torch.TorchTarget.prepare", OutOfMemory, r"it needs 2\.50 GiB more"),
+        ("duodecoding.backends.torch_model._check_class", OutOfMemory, r"it needs 2\.50 GiB more"),
+    ],
+)
+def test_a_load_that_fails_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: type[DuoError], said: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    alive: list[weakref.ref[Any]] = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def remembered(*args: Any, **settings: Any) -> Any:
+        found = load(*args, **settings)
+        alive.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", remembered)
+    monkeypatch.setattr(place, Exhausted)
+    with pytest.raises(kind, match=said) as error:
+        load_target(folder, SMALL)
+    assert error.value.__traceback__ is not None  # the error is still there, and all it has seen
+    assert [reference() for reference in alive] == [None]
+
+
 def test_which_backend_serves_what(folder: Path, model_path: Path) -> None:
     assert not on_gpu(folder, replace(SMALL, device="cpu"))
     assert on_gpu(model_path, replace(SMALL, gpu_layers=-1))
@@ -628,6 +691,17 @@ def test_it_is_the_model_that_llama_cpp_serves(real: TorchTarget, real_target: A
     theirs = real_target.verify([(real_target.open(prompt, SamplingParams()), [])])[0](ROOT)
     assert ours.token == theirs.token
     assert ours.logprob == pytest.approx(theirs.logprob, abs=0.2)
+
+
+@pytest.mark.slow
+def test_in_float32_both_backends_part_at_near_ties_only(model_path: Path, tmp_path: Path) -> None:
+    pair = torch_vs_llamacpp.targets(torch_vs_llamacpp.float_copy(model_path, tmp_path / "f32.gguf"))
+    for task in ("qa", "humaneval", "translation"):
+        prompt = chat_tokens(pair["torch"].vocabulary, prompts.load(task)[task][0].turns[0])
+        found = torch_vs_llamacpp.compare(pair, prompt, 64)
+        assert found["equal"] or (found["same_two"] and min(found["lead"].values()) <= 2 * found["apart"] < 0.2), found
+    for target in pair.values():
+        target.close()
 
 
 def test_a_gguf_by_torch(model_path: Path, tmp_path: Path) -> None:

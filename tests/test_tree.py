@@ -61,7 +61,10 @@ class Naive:
             return None
         self.known[proposal.key] = history
         logp = self.logp(parent) + math.log(max(proposal.p, 1e-9))
-        self.live[history] = max(logp, self.live.get(history, -math.inf))
+        more = logp - self.live.setdefault(history, logp)
+        if more > 0:  # likelier than was thought, and so is all below it
+            self.live = {h: known + more if h[: len(history)] == history else known for h, known in self.live.items()}
+            self.live[history] = logp
         return history
 
     def commit(self, tokens: list[int]) -> None:

@@ -253,7 +253,7 @@ def test_close_ends_it(client: Client) -> None:
 @settings(max_examples=60)
 @given(worlds(), parameters(), configs(BOTH), st.booleans())
 def test_the_answer_is_that_of_plain_decoding(world: World, params: SamplingParams, config: EngineConfig, ready: bool) -> None:
-    with engine(world.target(), in_thread(world.draft()), config, lookup="lookup" in world.drafts, ready=ready) as llm:
+    with engine(world.target(), in_thread(world.draft()), config, free=world.drafters().free, ready=ready) as llm:
         result = llm.generate(list(world.prompt), params)
         assert said(result) == said(world.plain(params))
         assert result.stats.draft_faults == 0

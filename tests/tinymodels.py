@@ -67,6 +67,23 @@ def other_vocabulary(source: Path, to: Path, changes: Mapping[int, str], layers:
     return _write(source, to, layers, lambda tensor: (tensor.data, tensor.tensor_type), rename)
 
 
+def other_tokenizer(source: Path, to: Path, layers: int, *, shift: int = 1000, merges: int = 20_000) -> Path:
+    """The same model, in which every text has another id and words are cut into smaller pieces."""
+
+    def renumber(name: str, value: Any) -> Any:
+        if name in (gguf.Keys.Tokenizer.LIST, gguf.Keys.Tokenizer.TOKEN_TYPE):
+            return value[-shift:] + value[:-shift]
+        if name.startswith("tokenizer.") and name.endswith("_token_id"):
+            return value + shift
+        return value[:merges] if name == gguf.Keys.Tokenizer.MERGES else value
+
+    def move(tensor: gguf.ReaderTensor) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+        embedding = tensor.name == "token_embd.weight"
+        return np.roll(tensor.data, shift, axis=0) if embedding else tensor.data, tensor.tensor_type
+
+    return _write(source, to, layers, move, renumber)
+
+
 Fill = Callable[[gguf.ReaderTensor], tuple[np.ndarray, gguf.GGMLQuantizationType]]
 
 

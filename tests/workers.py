@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from odd_worker import SlowDraft
@@ -21,7 +21,6 @@ from worlds import World
 from duodecoding import LLM
 from duodecoding.backends.base import Conversation, Draft, Target
 from duodecoding.core import Choose
-from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.realtime import Drafters, Pace, guessed_costs
 from duodecoding.remote import BACKOFF, STALL_SECONDS, Launch, Peer, RemoteDrafter, process
 from duodecoding.tree import PassNode
@@ -127,7 +126,7 @@ def engine(
     launch: Launch,
     config: EngineConfig,
     *,
-    lookup: bool = False,
+    free: Drafters | None = None,
     ready: bool = True,
     stall_seconds: float = STALL_SECONDS,
     backoff: Sequence[float] = BACKOFF,
@@ -135,7 +134,7 @@ def engine(
     """An engine with a worker, which has started unless `ready` is False. It drafts whether that pays or not."""
     remote = RemoteDrafter(launch, target.vocabulary.size, stall_seconds=stall_seconds, backoff=backoff)
     remote.start()
-    llm = LLM.of(target, Drafters(remote=remote, lookup=LookupDrafter() if lookup else None), config)
+    llm = LLM.of(target, replace(free or Drafters(), remote=remote), config)
     llm._pace = Eager()
     try:
         if ready:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from duodecoding import LLM, SamplingParams
 from duodecoding.backends import scripted
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafters.recycling import RecyclingDrafter
 from duodecoding.realtime import Drafters
 from duodecoding.types import MAX_SEED, EngineConfig, Mode, Result
 
@@ -46,6 +48,7 @@ class World:
         return Drafters(
             model=ModelDrafter(self.draft(), vocab_limit=self.size) if "model" in self.drafts else None,
             lookup=LookupDrafter() if "lookup" in self.drafts else None,
+            recycling=RecyclingDrafter() if "recycling" in self.drafts else None,
         )
 
     def llm(self, config: EngineConfig, *, strict: bool = True) -> LLM:
@@ -76,7 +79,7 @@ def worlds() -> st.SearchStrategy[World]:
             share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
             draft_padding=st.sampled_from([0, 0, 3]),
             draft_context=st.integers(1, 64),
-            drafts=st.sampled_from([("model",), ("lookup",), ("model", "lookup"), ()]),
+            drafts=st.sampled_from([drafts for n in range(4) for drafts in combinations(("model", "lookup", "recycling"), n)]),
         )
     )
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from duodecoding.costs import Profile
-from duodecoding.planner import Outlook, Switch, how_many_nodes, worth_waiting
+from duodecoding.planner import Outlook, Switch, how_many_nodes, least_chance, worth_waiting
 from duodecoding.sampling import Choice
 from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
 from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, Source
@@ -60,6 +61,7 @@ class Committed(NamedTuple):
     token: int
     source: Source
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def walk(guesses: Sequence[PassNode], choose: Choose) -> Verdict:
@@ -92,10 +94,11 @@ class DuoCore:
         drafts: bool = True,
         costs: Profile | None = None,
         switch: Switch | None = None,
+        free_switch: Switch | None = None,
     ) -> None:
         """`stop` sees every token of the answer once, in order, and says whether the text ends there. `drafts`: is there a
-        draft that can be asked to expand; guesses may arrive without one. `costs` and `switch` belong to mode duo and outlive
-        the answer."""
+        draft that can be asked to expand; guesses may arrive without one. `costs` and the switches belong to mode duo and
+        outlive the answer; `free_switch` is for guesses that no draft model makes, which go on while it is paused."""
         self.tree = TokenTree(prompt)
         self.answer: list[Committed] = []
         self.finish_reason: FinishReason | None = None
@@ -108,8 +111,9 @@ class DuoCore:
         self.uses_drafts = config.mode is not Mode.OFF
         self._takes_turns = drafts and config.mode in (Mode.CHAIN, Mode.SERIAL)
         self._steps_left = self._steps_per_round()
-        self._costs, self._switch = costs, switch or Switch()
+        self._costs, self._switch, self._free_switch = costs, switch or Switch(), free_switch or Switch()
         self._coverage = FIRST_COVERAGE
+        self._bare = True  # the last round
 
     def _steps_per_round(self) -> int:
         return self._config.draft_length if self._takes_turns else 0
@@ -118,6 +122,18 @@ class DuoCore:
     def drafting(self) -> bool:
         """Should a draft beside the target grow the tree now?"""
         return self.uses_drafts and self._switch.on
+
+    @property
+    def guessing(self) -> bool:
+        """Should anyone guess now? Lookup and recycling may while the draft is paused."""
+        return self.uses_drafts and (self._switch.on or self._free_switch.on)
+
+    @cached_property
+    def least_chance(self) -> float:
+        """Guesses less likely than this are not worth making."""
+        if self._costs is None or self._config.mode not in (Mode.SERIAL, Mode.DUO):
+            return 0.0
+        return least_chance(self._costs.verify_curve(self.tree.position))
 
     def step(self, outlook: Outlook | None = None) -> Expand | Verify | Wait | None:
         """What to do now; None: the answer is complete. `outlook`: what a draft beside the target is doing; None: nothing."""
@@ -139,7 +155,7 @@ class DuoCore:
         """The guesses worth a place in the pass, best first, and how many of them should be right. One beyond the answer's last
         possible token is not worth it."""
         config = self._config
-        if not self.drafting:
+        if not self.guessing:
             return [], 0.0
         if config.mode is Mode.CHAIN:
             nodes = self.tree.likeliest_path(config.draft_length)
@@ -171,7 +187,9 @@ class DuoCore:
             first = next((node for node in (self.tree.root, *nodes) if not node.expanded), None)  # they come best first
             coming = [first] if first is not None else self.tree.frontier(1)
             delay += outlook.step
-        more = self._coverage * sum(self.tree.probabilities(coming))
+        chances = self.tree.probabilities
+        free = [sum(chances(list(leaf.children.values()))) for leaf in coming]  # guessed already, by others than the draft
+        more = sum(max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True))
         now, then = self._verify_cost(1 + len(nodes)), self._verify_cost(1 + len(nodes) + 2 * len(coming))
         return delay if worth_waiting(expected, now, more, then, delay) else None
 
@@ -194,8 +212,12 @@ class DuoCore:
 
     def round_took(self, tokens: int, seconds: float) -> None:
         """The driver's report of a whole round, waits included; the off-switch judges by it."""
-        if self._config.mode is Mode.DUO and self._costs is not None:
-            self._switch.observe(tokens, seconds, self._verify_cost(1))
+        if self._config.mode is not Mode.DUO or self._costs is None:
+            return
+        plain, paused = self._verify_cost(1), not self._switch.on
+        self._switch.observe(tokens, seconds, plain)
+        if paused and not (self._bare and self._free_switch.on):  # a plain pass says nothing about the guesses it had not
+            self._free_switch.observe(tokens, seconds, plain)
 
     def draft_exhausted(self) -> None:
         """The draft has nothing to add in this round."""
@@ -206,7 +228,7 @@ class DuoCore:
         sources = [work.nodes[i].source for i in verdict.accepted] + [Source.TARGET]
         gained: list[Committed] = []
         for choice, source in zip(verdict.choices, sources, strict=True):
-            gained.append(Committed(choice.token, source, choice.logprob))
+            gained.append(Committed(choice.token, source, choice.logprob, choice.top))
             self._room -= 1
             self.finish_reason = self._end(choice.token)
             if self.finish_reason is not None:
@@ -224,6 +246,7 @@ class DuoCore:
 
     def _count(self, work: Verify, gained: Sequence[Committed]) -> None:
         self.rounds += 1
+        self._bare = not work.nodes
         if not work.nodes:
             return
         guessed = [committed.source for committed in gained if committed.source is not Source.TARGET]

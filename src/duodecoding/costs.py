@@ -91,6 +91,23 @@ class Profile:
         return max(a + (b - a) * share, 1e-9)
 
 
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least time of a pass: every weight is read once, as fast as the memory copies."""
+
+    weights: int  # bytes
+    bandwidth: float  # bytes a second, those read and those written
+    where: str  # CPU or the GPU's name
+
+    @property
+    def seconds(self) -> float:
+        return self.weights / self.bandwidth
+
+    def share(self, seconds: float) -> float:
+        """Of the memory's speed that such a pass reaches. Above 1: weights stayed in a cache, or not all were read."""
+        return self.seconds / seconds
+
+
 def to_record(profile: Profile) -> dict[str, Any]:
     """A profile as plain JSON values."""
     return {

@@ -57,6 +57,15 @@ class BackendFailure(DuoError):
     """The library underneath (llama.cpp, torch) reported an error during work."""
 
 
+class OutOfMemory(BackendFailure):
+    """A GPU without room for what was asked."""
+
+    def __init__(self, what: str, need: str, free: float, total: float) -> None:
+        room = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB are free"
+        super().__init__(what, f"{need}; {room}", "Lower --ctx-size, take a smaller model, or end what else uses the GPU.")
+        self.free, self.total = free, total
+
+
 class DownloadFailed(DuoError):
     """A model could not be fetched: no network, no such repository, no access, disk full."""
 

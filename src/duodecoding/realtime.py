@@ -15,6 +15,7 @@ from duodecoding.costs import CostCurve, Profile
 from duodecoding.drafters.growth import BestFirst, Growth
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafters.recycling import RecyclingDrafter
 from duodecoding.planner import DraftClock, Outlook, Switch
 from duodecoding.remote import RemoteDrafter
 from duodecoding.trace import Did, Lane, Timeline
@@ -59,24 +60,36 @@ class Drafters:
     model: ModelDrafter | None = None
     lookup: LookupDrafter | None = None
     remote: RemoteDrafter | None = None  # in a worker, for modes that overlap
+    recycling: RecyclingDrafter | None = None
+
+    @property
+    def free(self) -> Drafters:
+        """Those that need no model."""
+        return Drafters(lookup=self.lookup, recycling=self.recycling)
 
     def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
         if self.model is not None:
             self.model.open(prompt, params, growth)
         if self.lookup is not None:
             self.lookup.open(prompt)
+        if self.recycling is not None:
+            self.recycling.open(prompt)
 
     def commit(self, tokens: Sequence[int]) -> None:
         if self.model is not None:
             self.model.commit(tokens)
         if self.lookup is not None:
             self.lookup.commit(tokens)
+        if self.recycling is not None:
+            self.recycling.commit(tokens)
 
     def close(self) -> None:
         if self.model is not None:
             self.model.close()
         if self.remote is not None:
             self.remote.close()
+        if self.lookup is not None:
+            self.lookup.close()
 
 
 class Pace:
@@ -89,7 +102,7 @@ class Pace:
         guess = guessed_costs(on_gpu)
         self.costs = costs or (replace(guess, verify=verify) if verify else guess)
         self._guessed_target, self._guessed_draft = costs is None and not verify, costs is None
-        self.switch = Switch()
+        self.switch, self.free_switch = Switch(), Switch()
 
     def target_pass(self, tokens: int, seconds: float, context: int, *, alone: bool) -> None:
         """A pass took so long. `alone`: the draft was at rest; on a shared CPU only that tells what a plain pass costs."""
@@ -148,7 +161,6 @@ def take_turns(
     core: DuoCore, target: Target, conversation: Conversation, drafters: Drafters, meter: Meter, pace: Pace
 ) -> Iterator[list[Committed]]:
     """Draft, verify, draft, verify: one processor at a time. Yields the tokens of each round."""
-    guess_for_free(core, drafters)
     while (work := core.step()) is not None:
         if not isinstance(work, Verify):
             draft_step(core, drafters, meter)
@@ -166,8 +178,22 @@ def take_turns(
 
 
 def guess_for_free(core: DuoCore, drafters: Drafters) -> None:
-    if core.uses_drafts and drafters.lookup is not None:
-        core.nodes_arrived(drafters.lookup.guess())
+    """After the tokens of a round are out, so that none waits for it: what can be guessed without a model."""
+    if core.guessing and drafters.lookup is not None:
+        core.nodes_arrived(drafters.lookup.guess(core.least_chance))
+    recycle(core, drafters)
+
+
+def recycle(core: DuoCore, drafters: Drafters) -> None:
+    """Below the leaves that are there by now."""
+    if core.guessing and drafters.recycling is not None:
+        core.nodes_arrived(drafters.recycling.guess(core.tree, core.least_chance))
+
+
+def model_guessed(core: DuoCore, drafters: Drafters, guesses: Sequence[Proposal]) -> None:
+    core.nodes_arrived(guesses)
+    if drafters.recycling is not None:
+        drafters.recycling.arrived(core.tree, guesses)
 
 
 def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:
@@ -180,7 +206,7 @@ def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:
     if leaves:
         meter.timeline.span(Lane.DRAFT, Did.STEP, start, now, leaves=len(leaves))
     if grown:
-        core.nodes_arrived(grown)
+        model_guessed(core, drafters, grown)
     else:
         core.draft_exhausted()
 
@@ -220,14 +246,14 @@ class Overlap:
         target: Target,
         conversation: Conversation,
         remote: RemoteDrafter,
-        lookup: LookupDrafter | None,
+        free: Drafters,
         meter: Meter,
         pace: Pace,
         *,
         lockstep: bool,
     ) -> None:
         self._core, self._target, self._conversation, self._lockstep = core, target, conversation, lockstep
-        self._remote, self._free = remote, Drafters(lookup=lookup)
+        self._remote, self._free = remote, free
         self._meter, self._pace = meter, pace
         self._clock = DraftClock(pace.costs.draft, pace.costs.latency)
         self._began = 0.0  # the running draft step, as far as we know
@@ -241,17 +267,18 @@ class Overlap:
             self._remote.pause()
 
     def _rounds(self) -> Iterator[list[Committed]]:
-        guess_for_free(self._core, self._free)
         ended = time.monotonic()
         while (work := self._core.step(self._outlook())) is not None:
             if isinstance(work, Wait):
                 self._wait(work.seconds)
+                recycle(self._core, self._free)
             elif isinstance(work, Verify):
                 gained = self._round(work)
                 if self._remote.keeps_up or not self._core.drafting:  # a round without a draft says nothing about its worth
                     self._core.round_took(len(gained), time.monotonic() - ended)
                 yield gained
                 ended = time.monotonic()
+                guess_for_free(self._core, self._free)
 
     def _round(self, work: Verify) -> list[Committed]:
         root, alone = self._core.tree.position, self._remote.at_rest
@@ -273,7 +300,6 @@ class Overlap:
         self._remote.commit(tokens, grow=self._core.drafting and self._core.finish_reason is None, interrupt=dead)
         self._clock.committed(time.monotonic(), interrupted=dead)
         self._free.commit(tokens)
-        guess_for_free(self._core, self._free)
         self._take()
 
     def _take(self, timeout: float = 0.0) -> bool:
@@ -284,7 +310,7 @@ class Overlap:
             self._quiet = False
             if message.width > 0:
                 self._pace.draft_step(message.width, message.seconds)
-                self._core.nodes_arrived(proposals(message))
+                model_guessed(self._core, self._free, proposals(message))
             self._began = self._remote.when(message)
             if message.width > 0:
                 self._meter.timeline.span(Lane.DRAFT, Did.STEP, self._began - message.seconds, self._began, leaves=message.width)

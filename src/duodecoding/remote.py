@@ -100,15 +100,15 @@ class Peer:
 Launch = Callable[[], Peer]  # must not block
 
 
-def spawn(path: Path, config: EngineConfig, *, cores: Sequence[int] = (), nice: int = 0) -> Launch:
-    """A launcher of worker processes on this machine."""
+def spawn(path: Path, config: EngineConfig, *, cores: Sequence[int] = (), nice: int = 0, bridge: Path | None = None) -> Launch:
+    """A launcher of worker processes on this machine. `bridge`: the target, if its vocabulary is not the draft's."""
     options = {
         "--draft": str(path),
         "--ctx-size": str(config.ctx_size),
         "--threads": str(config.threads_draft or config.threads),
         "--cores": ",".join(map(str, cores)),
         "--nice": str(nice),
-    }
+    } | ({"--bridge": str(bridge)} if bridge is not None else {})
     # -P: a numpy.py in the current directory is not what the worker should import.
     return process([sys.executable, "-P", "-m", "duodecoding.worker", *(f"{name}={value}" for name, value in options.items())])
 

@@ -11,8 +11,8 @@ the maximum of perturbed logits over a set is Gumbel-distributed around the set'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,17 @@ class Choice(NamedTuple):
 
     token: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens there, where they were asked for
+
+
+class Constraint(Protocol):
+    """What an answer may be."""
+
+    def commit(self, tokens: Sequence[int]) -> None: ...
+
+    def allowed(self, path: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """For every token (vocab,) whether it may follow the committed ones and `path`."""
+        ...
 
 
 class Guess(NamedTuple):
@@ -71,9 +82,10 @@ def gumbel(seed: int, position: int, tokens: Ids) -> Row:
     return noise
 
 
-def near_top(row: Row, k: int) -> Ids:
-    """Ids of the entries close to the maximum, by id, at least k of them: what a search for the best can be limited to."""
-    top, width = row.max(), np.float32(10.0)
+def near_top(row: Row, k: int, scale: float = 1.0) -> Ids:
+    """Ids of the entries close to the maximum, by id, at least k of them: what a search for the best can be limited to.
+    `scale`: what the entries will be divided by."""
+    top, width = row.max(), np.float32(10.0 * max(1.0, scale))
     if not np.isfinite(top):
         return np.arange(row.size)
     near = np.flatnonzero(row > top - width)
@@ -102,6 +114,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> None:
         self.params = params
+        self.constraint: Constraint | None = None
         self._prompt = np.unique(np.asarray(prompt, dtype=np.int64)) if params.repetition_penalty != 1 else None
         self._counts: Counter[int] = Counter()
         self._biased = np.array([t for t in params.logit_bias if t < vocab_size], dtype=np.int64)
@@ -109,37 +122,59 @@ class Sampler:
         self._counting = bool(self._prompt is not None or params.presence_penalty or params.frequency_penalty)
         self._weights = np.empty(vocab_size, dtype=np.float32)  # scratch
 
-    def commit(self, tokens: Iterable[int]) -> None:
+    def commit(self, tokens: Sequence[int]) -> None:
         if self._counting:
             self._counts.update(tokens)
+        if self.constraint is not None:
+            self.constraint.commit(tokens)
+
+    @property
+    def needs_row(self) -> bool:
+        """Must `choose` see the logits, whoever could choose without it?"""
+        return self.constraint is not None or self.params.top_logprobs > 0
 
     def choose(self, logits: Row, position: int, path: Sequence[int] = ()) -> Choice:
         """The token at `position`, after the committed tokens and `path`."""
         row = self._penalised(logits, path)
+        if self.constraint is not None:
+            row = np.where(self.constraint.allowed(path), row, np.float32(-np.inf))
         token = int(row.argmax()) if self.params.greedy else self._draw(row, position)
         top = logits[token] if self.params.greedy and row is logits else logits.max()
-        return Choice(token, float(logits[token] - self._log_sum_exp(logits, top)))
+        total = self._log_sum_exp(logits, top)
+        likeliest = largest(logits, self.params.top_logprobs).tolist() if self.params.top_logprobs else ()
+        return Choice(token, float(logits[token] - total), tuple((id, float(logits[id] - total)) for id in likeliest))
 
-    def guesses(self, logits: Row, position: int, k: int, path: Sequence[int] = ()) -> list[Guess]:
+    def guesses(self, logits: Row, position: int, k: int, path: Sequence[int] = (), ids: Ids | None = None) -> list[Guess]:
         """The k tokens the target will most likely choose at `position`, judged by the draft's logits.
+
+        `ids`: the token of each logit, ascending, if the draft does not know all tokens.
 
         A step of a small draft takes a millisecond, so only the best tokens are looked at: what they leave out is in the tail,
         and probabilities are calibrated later anyway.
         """
-        row, params = self._penalised(logits, path), self.params
-        scale = np.float32(1 if params.greedy else max(params.temperature, MIN_TEMPERATURE))
-        near = near_top(row, min(k, row.size))
-        ids = best_of(row, near, k if params.greedy else GUESS_HEAD)
+        row, params = self._penalised(logits, path, ids), self.params
+        near = near_top(row, min(k, row.size), params.temperature)
+        if params.greedy:
+            best = best_of(row, near, k)
+            top = row[best[0]]
+            p = np.exp(row[best] - top) / np.exp(row[near] - top).sum()
+        else:
+            best, p = self._perturbed(row, near, position, k, ids)
+        tokens = best if ids is None else ids[best]
+        return [Guess(token, share) for token, share in zip(tokens.tolist(), p.tolist(), strict=True)]
+
+    def _perturbed(self, row: Row, near: Ids, position: int, k: int, names: Ids | None) -> tuple[Ids, Row]:
+        """The k best with the noise of this position, and their shares."""
+        params, scale = self.params, np.float32(max(self.params.temperature, MIN_TEMPERATURE))
+        ids = best_of(row, near, GUESS_HEAD)
         scores = (row[ids] - row[ids[0]]) / scale
         rest = float(np.exp((row[near] - row[ids[0]]) / scale).sum() - np.exp(scores).sum())
-        if not params.greedy:
-            ids, scores = self._likely(ids, scores)
-            scores = scores + gumbel(params.seed, position, ids)
-            order = np.argsort(-scores, kind="stable")
-            ids, scores = ids[order], scores[order]
+        ids, scores = self._likely(ids, scores)
+        scores = scores + gumbel(params.seed, position, ids if names is None else names[ids])
+        order = np.argsort(-scores, kind="stable")
+        ids, scores = ids[order], scores[order]
         weights = np.exp(scores - max(scores[0], 0))
-        p = weights[:k] / (weights.sum() + max(rest, 0) * np.exp(-max(scores[0], 0)))
-        return [Guess(token, share) for token, share in zip(ids[:k].tolist(), p.tolist(), strict=True)]
+        return ids[:k], weights[:k] / (weights.sum() + max(rest, 0) * np.exp(-max(scores[0], 0)))
 
     def _likely(self, ids: Ids, scaled: Row) -> tuple[Ids, Row]:
         """Top-k, top-p and min-p among the best tokens, as if there were no others."""
@@ -153,10 +188,14 @@ class Sampler:
             keep &= (np.cumsum(p) - p < params.top_p) & (p >= params.min_p * p[0])
         return ids[keep], scaled[keep]
 
-    def _penalised(self, logits: Row, path: Sequence[int]) -> Row:
+    def _penalised(self, logits: Row, path: Sequence[int], ids: Ids | None = None) -> Row:
         """Repetition penalty, then presence and frequency, then bias. The caller's row is left alone."""
         if not self._counting and not self._biased.size:
             return logits
+        if ids is not None:
+            whole = np.zeros_like(self._weights)
+            whole[ids] = logits
+            return self._penalised(whole, path)[ids]
         row, params = logits.copy(), self.params
         if self._counting:
             counts = self._counts + Counter(path)

@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
+from duodecoding.backends.trim import vocabulary_hash
 from duodecoding.errors import UsageError, VocabularyMismatch
 
 if TYPE_CHECKING:
@@ -183,6 +184,11 @@ def check_pair(target: Vocabulary, draft: Vocabulary, *, target_name: str, draft
     """Every id that both have must mean the same text. A few surplus ids are padding, which nobody guesses."""
     pair = f"{draft_name} cannot draft for {target_name}"
     fix = "Take a draft with the target's tokenizer, or --draft lookup, which needs no model."
+    whole = getattr(draft, "trimmed_from", "")  # of a GGUF draft that knows a part of its target's vocabulary
+    if whole and whole != vocabulary_hash(target.texts()):
+        raise VocabularyMismatch(pair, "its vocabulary is a part of another model's", fix)
+    if whole:
+        return
     if abs(target.size - draft.size) > MAX_PADDING:
         why = f"their vocabularies differ in size: {draft.size} tokens in the draft, {target.size} in the target"
         raise VocabularyMismatch(pair, why, fix)
@@ -193,3 +199,12 @@ def check_pair(target: Vocabulary, draft: Vocabulary, *, target_name: str, draft
         mine, theirs = both[id]
         example = f"{id} is {theirs!r} in the draft, {mine!r} in the target"
         raise VocabularyMismatch(pair, f"{len(different)} of {len(both)} token ids mean different text; the first, {example}", fix)
+
+
+def difference(target: Vocabulary, draft: Vocabulary, *, target_name: str, draft_name: str) -> str:
+    """Why a draft has to guess through text; empty if it shares the target's vocabulary."""
+    try:
+        check_pair(target, draft, target_name=target_name, draft_name=draft_name)
+    except VocabularyMismatch as error:
+        return error.why
+    return ""

@@ -109,10 +109,20 @@ class TokenTree:
             node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source)
             self._push(node)
         elif logp > node.logp:
-            node.logp, node.source = logp, source
-            self._push(node)
+            self._raise(node, logp)
+            node.source = source
         self._live[key] = node
         return node
+
+    def _raise(self, node: Node, logp: float) -> None:
+        """A node is likelier than was thought, and so is all below it."""
+        more, node.logp = logp - node.logp, logp
+        if node.children:
+            for below in self._below(node):
+                below.logp += more
+            self._open = None
+        else:
+            self._push(node)
 
     def _home(self, proposal: Proposal) -> Node | None:
         """The root, if a guess hangs under it by another name. A late one that was right is remembered as committed."""

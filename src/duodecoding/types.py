@@ -28,8 +28,10 @@ class Source(StrEnum):
     TARGET = "target"
     MODEL = "model"
     LOOKUP = "lookup"
+    RECYCLING = "recycling"
 
 
+FREE_DRAFTS = ("lookup", "free")  # that need no model: text already seen; that and recycling
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -49,6 +51,8 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    json_schema: str = ""  # the answer is JSON that this JSON Schema admits
+    top_logprobs: int = 0  # likeliest tokens told with every token of the answer
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
@@ -59,6 +63,7 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
         _check("presence_penalty", self.presence_penalty, -100 <= self.presence_penalty <= 100, "between -100 and 100")
         _check("frequency_penalty", self.frequency_penalty, -100 <= self.frequency_penalty <= 100, "between -100 and 100")
+        _check("top_logprobs", self.top_logprobs, 0 <= self.top_logprobs <= 20, "between 0 and 20")
         _check("seed", self.seed, 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")
         if isinstance(self.stop, str) or any(not isinstance(s, str) or not s for s in self.stop):
             raise UsageError(f"stop is {self.stop!r}", "it must be a tuple of non-empty strings")
@@ -82,7 +87,7 @@ class EngineConfig:
     """Which models run where. Everything an `LLM` needs, as plain values."""
 
     model: str = "smollm2-135m"
-    draft: str = "auto"  # a model name, "lookup", "none"; "auto": the model's own draft if it has one, else lookup
+    draft: str = "auto"  # a model (duo adds the free guesses), "lookup", "free", "none"; "auto": the model's own draft, else free
     mode: Mode = Mode.DUO
     ctx_size: int = 4096  # tokens; never more than the model was trained for
     threads: int = 0  # 0: all physical cores
@@ -90,7 +95,7 @@ class EngineConfig:
     gpu_layers: int = 0  # layers of the target on the GPU; -1: all
     draft_length: int = 4  # nodes on one guessed path (chain), draft steps a round (serial)
     draft_width: int = 4  # leaves per draft step at most
-    max_nodes: int = 64  # guesses per target pass at most; measured costs lower it
+    max_nodes: int = 63  # guesses per target pass at most: with the root they fill a GPU's tile of 64 rows; measured costs lower it
     draft_at: str = ""  # HOST:PORT of a draft server, instead of a draft on this machine (lockstep, duo)
     draft_secret: str = field(default="", repr=False)  # that the server asks for
     branching: int = 8  # guesses kept of an expanded leaf
@@ -99,7 +104,9 @@ class EngineConfig:
     dtype: str = "auto"  # torch: float32, bfloat16, float16; auto: float32 on a CPU, bfloat16 on a GPU
     compile: Literal["auto", "on", "off"] = "auto"  # torch: faster passes after a slower start; auto: on a GPU
     warmup: bool = False  # torch on a GPU: make ready for all sizes of a pass before the first answer
+    lookup_store: str = ""  # a file that keeps the text of conversations, for lookup in later ones
     offline: bool = False
+    keep_mb: int = 0  # megabytes for the KV caches of earlier conversations; a server has several at a time
 
     def __post_init__(self) -> None:
         if self.mode not in list(Mode):
@@ -111,7 +118,32 @@ class EngineConfig:
         _check("gpu_layers", self.gpu_layers, self.gpu_layers >= -1, "-1 (all), 0 (none) or a number of layers")
         _check("draft_length", self.draft_length, 1 <= self.draft_length <= 64, "between 1 and 64")
         _check("draft_width", self.draft_width, 1 <= self.draft_width <= 16, "between 1 and 16")
+        _check("keep_mb", self.keep_mb, self.keep_mb >= 0, "0 (keep none) or more")
         _check("max_nodes", self.max_nodes, 1 <= self.max_nodes <= 128, "between 1 and 128")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where a server listens and what it allows."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any that is free
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # any of them opens it; none: everyone may ask
+    alias: str = ""  # what the model is called; empty: its own name
+    max_queue: int = 64  # requests that wait for their turn; more are turned away
+    parallel: int = 1  # engines, each with models and memory of its own
+    cors_origins: tuple[str, ...] = ()  # web pages of other origins that may ask; "*": all
+    request_timeout: float = 600.0  # seconds of one request, waiting included; 0: no limit
+    max_body_mb: int = 4  # megabytes of one request
+
+    def __post_init__(self) -> None:
+        _check("port", self.port, 0 <= self.port < 1 << 16, "between 0 and 65535")
+        _check("max_queue", self.max_queue, self.max_queue >= 0, "0 or more")
+        _check("parallel", self.parallel, 1 <= self.parallel <= 64, "between 1 and 64")
+        _check("request_timeout", self.request_timeout, 0 <= self.request_timeout <= 1e6, "0 (no limit) to a million seconds")
+        _check("max_body_mb", self.max_body_mb, 1 <= self.max_body_mb <= 1024, "between 1 and 1024")
+        if any(not key.isascii() or not key.isprintable() or key != key.strip() or not key for key in self.api_key):
+            raise UsageError("an API key is empty or has characters that a header cannot carry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +154,8 @@ class Token:
     text: str
     source: Source
     logprob: float  # of the target's unmodified distribution
+    round: int = 0  # that committed it, from 1
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens here and their log-probabilities, where asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from duodecoding.backends.base import Draft, Leaf
 from duodecoding.core import Choose, DuoCore, Verify, Wait, walk
 from duodecoding.costs import Profile, from_record
 from duodecoding.drafters.growth import BestFirst, Chains, Growth
-from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
 from duodecoding.planner import DraftClock, Switch
+from duodecoding.realtime import Drafters, guess_for_free, model_guessed, recycle
 from duodecoding.sampling import Choice, Guess, Sampler
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import ROOT, Node, PassNode, Proposal
@@ -107,7 +107,8 @@ class RecordedDrafter(ModelDrafter):
         row = self._draft.expand([Leaf(1, None, text[-1], len(text) - 1)])[0]
         sampler = Sampler(self._recording.params, self._recording.prompt, self._draft.vocabulary.size)
         sampler.commit(text[len(self._recording.prompt) :])
-        return [guess for guess in sampler.guesses(row, len(text), BRANCHING) if guess.token < self._vocab_limit]
+        guesses = sampler.guesses(row, len(text), BRANCHING, ids=self._draft.token_ids)
+        return [guess for guess in guesses if guess.token < self._vocab_limit]
 
     def _forget(self, tokens: Sequence[int], path: Sequence[int], alive: Sequence[int]) -> None:
         pass
@@ -188,8 +189,9 @@ class Simulation:
     profile: Profile
     config: EngineConfig
     drafter: ModelDrafter | None = None
-    lookup: LookupDrafter | None = None
+    free: Drafters = field(default_factory=Drafters)  # that need no model
     switch: Switch = field(default_factory=Switch)
+    free_switch: Switch = field(default_factory=Switch)
     now: float = 0.0
     tally: Tally = field(default_factory=Tally)
     passes: list[tuple[float, float, int]] = field(default_factory=list)  # begin, end, tokens
@@ -207,12 +209,12 @@ class Simulation:
             drafts=self.drafter is not None,
             costs=self.profile,
             switch=self.switch,
+            free_switch=self.free_switch,
         )
         self.now = self.tally.target_busy = len(recording.prompt) * self.profile.target_prompt
         self.timeline.span(Lane.TARGET, Did.PROMPT, 0.0, self.now, tokens=len(recording.prompt))
-        if self.lookup is not None and core.uses_drafts:
-            self.lookup.open(recording.prompt)
-            core.nodes_arrived(self.lookup.guess())
+        if core.uses_drafts:
+            self.free.open(recording.prompt, recording.params, BestFirst())
         drivers = {Mode.DUO: self._duo, Mode.LOCKSTEP: self._lockstep}
         drivers.get(self.config.mode, self._turns)(core)
         self.tally.seconds, self.tally.tokens, self.tally.rounds = self.now, len(core.answer), core.rounds
@@ -243,9 +245,8 @@ class Simulation:
         begin, end, _ = self.passes[-1]
         self.timeline.span(Lane.TARGET, Did.PASS, begin, end, nodes=len(work.nodes), gained=len(gained))
         self.timeline.mark(Lane.TARGET, Did.COMMIT, end, gained=len(gained))
-        if self.lookup is not None and core.uses_drafts:
-            self.lookup.commit(gained)
-            core.nodes_arrived(self.lookup.guess())
+        if core.uses_drafts:
+            self.free.commit(gained)
         return gained
 
     def _open(self, growth: Growth) -> ModelDrafter | None:
@@ -259,8 +260,11 @@ class Simulation:
         drafter = self._open(BestFirst(1, branching=1) if chain else tree)
         while (work := core.step()) is not None:
             if isinstance(work, Verify):
+                begin = self.now
                 self._pass(core, work)
                 gained = self._commit(core, work)
+                core.round_took(len(gained), self.now - begin)
+                guess_for_free(core, self.free)
                 if drafter is not None and core.uses_drafts:
                     drafter.commit(gained)
                 continue
@@ -270,7 +274,7 @@ class Simulation:
                 core.draft_exhausted()
                 continue
             self.now += self._step(self.now, leaves)
-            core.nodes_arrived(drafter.grow(leaves))
+            model_guessed(core, self.free, drafter.grow(leaves))
 
     def _step(self, begin: float, leaves: Sequence[Node]) -> float:
         """What a draft step costs, noted."""
@@ -290,6 +294,7 @@ class Simulation:
             self._pass(core, work)
             gained = self._commit(core, work)
             core.nodes_arrived(drafted)
+            guess_for_free(core, self.free)
             self.tally.hidden += min(cost, self.now - begin)
             if drafter is not None:
                 self.now = max(self.now, begin + cost) + profile.latency
@@ -315,6 +320,8 @@ class Simulation:
         while (work := core.step(clock.outlook(self.now) if self.waits else None)) is not None:
             if isinstance(work, Wait):
                 self._wait(draft, clock, work.seconds)
+                self._listen(core, draft, clock)
+                recycle(core, self.free)
             elif isinstance(work, Verify):
                 self._pass(core, work)
                 draft.advance(self.now)
@@ -325,13 +332,14 @@ class Simulation:
                 clock.committed(self.now, interrupted=bool(dead))
                 core.round_took(len(gained), self.now - ended)
                 ended = self.now
-            self._listen(core, draft, clock)
+                self._listen(core, draft, clock)
+                guess_for_free(core, self.free)
         self._count_hidden(draft)
         return None
 
     def _listen(self, core: DuoCore, draft: DraftActor, clock: DraftClock) -> None:
         for when, proposals, expanding in draft.arrived(self.now):
-            core.nodes_arrived(proposals)
+            model_guessed(core, self.free, proposals)
             clock.began(when, expanding)
 
     def _wait(self, draft: DraftActor, clock: DraftClock, seconds: float) -> None:

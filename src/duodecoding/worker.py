@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from duodecoding import backends
-from duodecoding.backends.base import Draft
+from duodecoding.backends.base import Draft, Vocabulary
+from duodecoding.drafters.bridge import BridgeDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import DuoError, Interrupted, UsageError
 from duodecoding.tree import Node, Proposal
@@ -60,10 +61,12 @@ class Session:
         *,
         flag: mmap.mmap | None = None,
         alone: Callable[[], bool] = lambda: False,
+        bridge: Vocabulary | None = None,
     ) -> None:
         """`flag`: shared memory through which the engine breaks off a step. `alone`: is there nobody left to draft for, though
-        the connection is open?"""
+        the connection is open? `bridge`: the target's vocabulary, where it is not the draft's."""
         self._connection, self._draft, self._flag, self._alone = connection, draft, flag, alone
+        self._bridge = bridge
         if flag is not None:
             draft.stop_on(flag)
         self._answer: int | None = None
@@ -81,13 +84,18 @@ class Session:
             return self._refuse(f"the draft worker speaks version {VERSION} of the protocol, the engine {hello.version}")
         if not hmac.compare_digest(hello.secret.encode(), secret.encode()):
             return self._refuse("the secret is wrong")
-        self._drafter = ModelDrafter(self._draft, vocab_limit=min(hello.vocabulary, self._draft.vocabulary.size))
+        self._drafter = self._make_drafter(hello.vocabulary)
         self._connection.send(Ready(VERSION, self._draft.vocabulary.size, self._draft.context, os.getpid()))
         more = self._handle(early)
         while more:
             idle = not self._step()
             more = self._handle(self._messages(wait=idle))
         return None
+
+    def _make_drafter(self, vocabulary: int) -> ModelDrafter:
+        if self._bridge is not None:
+            return BridgeDrafter(self._draft, self._bridge)
+        return ModelDrafter(self._draft, vocab_limit=min(vocabulary, self._draft.vocabulary.size))
 
     def _first_messages(self) -> list[ToWorker]:
         end = time.monotonic() + HANDSHAKE_SECONDS
@@ -148,7 +156,7 @@ class Session:
 
     def _has_strange(self, tokens: Sequence[int]) -> bool:
         """Tokens that this draft does not have; there is no drafting behind one."""
-        return min(tokens) < 0 or max(tokens) >= self._draft.vocabulary.size
+        return min(tokens) < 0 or max(tokens) >= (self._bridge or self._draft.vocabulary).size
 
     def _step(self) -> bool:
         """Read a chunk or draft a step. False: there is nothing to do until a message comes."""
@@ -250,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--flag-fd", type=int, required=True, help="inherited shared memory, to break off a draft step")
     parser.add_argument("--parent", type=int, required=True, help="process id of the engine")
     parser.add_argument("--draft", type=Path, required=True, help="GGUF file")
+    parser.add_argument("--bridge", type=Path, help="the target, whose vocabulary is not the draft's")
     parser.add_argument("--ctx-size", type=int, required=True)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cores", default="", help="comma-separated; empty: any")
@@ -261,7 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         draft = backends.load_draft(options.draft, EngineConfig(ctx_size=options.ctx_size, threads=options.threads))
         flag = mmap.mmap(options.flag_fd, mmap.PAGESIZE)
-        Session(connection, draft, flag=flag, alone=lambda: os.getppid() != options.parent).run()
+        bridge = backends.read_vocabulary(options.bridge) if options.bridge else None
+        Session(connection, draft, flag=flag, alone=lambda: os.getppid() != options.parent, bridge=bridge).run()
     except WireError:
         return 0  # the engine is gone
     except DuoError as error:

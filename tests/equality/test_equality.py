@@ -23,6 +23,7 @@ from duodecoding.backends.base import Target
 from duodecoding.backends.llamacpp import physical_cores
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafters.recycling import RecyclingDrafter
 from duodecoding.realtime import Drafters
 from duodecoding.remote import RemoteDrafter, spawn
 from duodecoding.types import EngineConfig, Mode, Result
@@ -39,17 +40,24 @@ def in_worker(path: Path, config: EngineConfig) -> Drafters:
     return Drafters(remote=remote)
 
 
+def free(drafters: Drafters | None = None) -> Drafters:
+    return replace(drafters or Drafters(), lookup=LookupDrafter(), recycling=RecyclingDrafter())
+
+
 DRAFTS: dict[str, Callable[[Path, Path, EngineConfig], Drafters]] = {
     "lookup": lambda model, poor, config: Drafters(lookup=LookupDrafter()),
+    "free": lambda model, poor, config: free(),
     "itself": lambda model, poor, config: Drafters(model=ModelDrafter(load_draft(model, config))),
     "six layers": lambda model, poor, config: Drafters(model=ModelDrafter(load_draft(poor, config))),
-    "six layers and lookup": lambda model, poor, config: Drafters(ModelDrafter(load_draft(poor, config)), LookupDrafter()),
+    "six layers and free": lambda model, poor, config: free(Drafters(model=ModelDrafter(load_draft(poor, config)))),
     "itself in a worker": lambda model, poor, config: in_worker(model, config),
     "six layers in a worker": lambda model, poor, config: in_worker(poor, config),
+    "six layers in a worker and free": lambda model, poor, config: free(in_worker(poor, config)),
 }
-WORKERS = ("itself in a worker", "six layers in a worker")
-WHOLE = ("lookup", "itself", "six layers", *WORKERS)
-SMALL = ("lookup", "itself", "six layers and lookup", "itself in a worker")
+WORKERS = ("itself in a worker", "six layers in a worker", "six layers in a worker and free")
+FREE = ("lookup", "free")
+WHOLE = (*FREE, "itself", "six layers", *WORKERS)
+SMALL = ("lookup", "itself", "six layers and free", "six layers in a worker and free")
 
 GREEDY = SamplingParams(max_tokens=96)
 SAMPLED = tuple(SamplingParams(max_tokens=96, temperature=0.8, seed=seed) for seed in (1, 2, 3))
@@ -68,8 +76,8 @@ PROMPTS_PER_TASK = 3
 
 
 def cases(drafts: tuple[str, ...]) -> list[tuple[Mode, str]]:
-    """Drafts in a worker beside the target, drafts in the process in turns with it, lookup with both."""
-    beside = [draft for draft in drafts if draft in WORKERS or draft == "lookup"]
+    """Drafts in a worker beside the target, drafts in the process in turns with it, those without a model with both."""
+    beside = [draft for draft in drafts if draft in WORKERS or draft in FREE]
     in_turns = [draft for draft in drafts if draft not in WORKERS]
     return [*product(TAKING_TURNS, in_turns), *product(OVERLAPPING, beside)]
 

@@ -56,7 +56,8 @@ def load_target(path: Path, config: EngineConfig, progress: Progress = lambda wh
         fix = f"Leave out --gpu-layers, or build it with a GPU: {build}"
         raise BackendMissing("layers were to go to a GPU", why, fix)
     model = llamacpp.LlamaModel(path, gpu_layers=config.gpu_layers)
-    return llamacpp.LlamaTarget(model, context=config.ctx_size, threads=config.threads)
+    keep = config.keep_mb * 1_000_000
+    return llamacpp.LlamaTarget(model, context=config.ctx_size, threads=config.threads, keep_bytes=keep)
 
 
 def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draft:

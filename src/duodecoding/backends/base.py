@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from duodecoding.core import Choose
-from duodecoding.sampling import Row
+from duodecoding.sampling import Ids, Row, Sampler
 from duodecoding.tree import PassNode
 from duodecoding.types import SamplingParams
 
@@ -39,6 +39,7 @@ class Conversation(Protocol):
 
     tokens: list[int]  # committed
     reused: int  # tokens of the prompt that were in the KV cache already
+    sampler: Sampler
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append to the committed tokens and put the KV cache right."""
@@ -50,6 +51,7 @@ class Target(Protocol):
 
     vocabulary: Vocabulary
     context: int  # most tokens a conversation may have
+    weights_bytes: int  # that a pass reads; 0: not known
 
     def open(self, prompt: Sequence[int], params: SamplingParams) -> Conversation:
         """Start an answer. Nothing is computed yet: the first pass reads the prompt."""
@@ -80,6 +82,7 @@ class Draft(Protocol):
 
     vocabulary: Vocabulary
     context: int
+    token_ids: Ids | None  # the token of each logit, ascending; None: its place, for the draft knows all tokens
 
     def open(self, prompt: Sequence[int]) -> None:
         """Start on a new context, keeping the KV cache of the common prefix."""
@@ -91,6 +94,10 @@ class Draft(Protocol):
 
     def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
         """One step: the logits after each leaf. A leaf's parent was expanded before (or is the root)."""
+        ...
+
+    def score(self, tokens: Sequence[int], start: int) -> Iterator[Row]:
+        """Read plain text: the logits after each of `tokens[start:]`, in stretches (tokens, vocab) that the next one overwrites."""
         ...
 
     def stop_on(self, flag: mmap.mmap) -> None:

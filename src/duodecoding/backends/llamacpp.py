@@ -12,14 +12,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import llama_cpp as C
 import numpy as np
+import numpy.typing as npt
 
 from duodecoding.backends.base import Conversation, Leaf, Vocabulary
+from duodecoding.backends.shelf import Shelf
+from duodecoding.backends.trim import Trim, read_trim
 from duodecoding.core import Choose
 from duodecoding.errors import BackendFailure, Interrupted, ModelUnreadable, UsageError
 from duodecoding.sampling import Choice, Row, Sampler
@@ -71,21 +74,30 @@ def physical_cores() -> int:
 
 
 class LlamaVocabulary:
-    def __init__(self, model: Any) -> None:
+    """`trim`: the file has some tokens of a larger vocabulary, whose ids are those that everybody else uses."""
+
+    def __init__(self, model: Any, trim: Trim | None = None) -> None:
         self._vocab = C.llama_model_get_vocab(model)
-        self.size = int(C.llama_vocab_n_tokens(self._vocab))
-        self.end_tokens = frozenset(t for t in range(self.size) if C.llama_vocab_is_eog(self._vocab, t))
+        self.rows = int(C.llama_vocab_n_tokens(self._vocab))  # of the embeddings; as many logits
+        self.size = self.rows if trim is None else len(trim.stand_ins)
+        self.trimmed_from = "" if trim is None else trim.vocabulary
+        self._ids = range(self.rows) if trim is None else trim.token_ids.tolist()
+        self._own = {} if trim is None else {id: own for own, id in enumerate(self._ids)}
+        self.end_tokens = frozenset(self._ids[t] for t in range(self.rows) if C.llama_vocab_is_eog(self._vocab, t))
         template = C.llama_model_chat_template(model, None)
         self.chat_template = template.decode("utf-8", "replace") if template else None
         self.bos_text = self._text(C.llama_vocab_bos(self._vocab))
         self.eos_text = self._text(C.llama_vocab_eos(self._vocab))
         self._pieces: dict[int, bytes] = {}
 
-    def _text(self, token: int) -> str:
-        return C.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace") if 0 <= token < self.size else ""
+    def _text(self, row: int) -> str:
+        return C.llama_vocab_get_text(self._vocab, row).decode("utf-8", "replace") if 0 <= row < self.rows else ""
+
+    def _row(self, token: int) -> int:
+        return self._own.get(token, -1) if self._own else token
 
     def texts(self) -> list[str]:
-        return [self._text(token) for token in range(self.size)]
+        return [self._text(self._row(token)) for token in range(self.size)]
 
     def tokenize(self, text: str, *, special: bool, bos: bool) -> list[int]:
         data = text.encode("utf-8")
@@ -95,16 +107,16 @@ class LlamaVocabulary:
         if count < 0:
             out = (C.llama_token * -count)()
             count = C.llama_tokenize(self._vocab, data, len(data), out, -count, bos, special)
-        return list(out[:count])
+        return [self._ids[row] for row in out[:count]] if self._own else list(out[:count])
 
     def piece(self, token: int) -> bytes:
         known = self._pieces.get(token)
         if known is None:
-            buffer = ctypes.create_string_buffer(64)
-            size = C.llama_token_to_piece(self._vocab, token, buffer, 64, 0, False)
+            row, buffer = self._row(token), ctypes.create_string_buffer(64)
+            size = C.llama_token_to_piece(self._vocab, row, buffer, 64, 0, False) if row >= 0 else 0
             if size < 0:
                 buffer = ctypes.create_string_buffer(-size)
-                size = C.llama_token_to_piece(self._vocab, token, buffer, -size, 0, False)
+                size = C.llama_token_to_piece(self._vocab, row, buffer, -size, 0, False)
             known = self._pieces[token] = buffer.raw[: max(0, size)]
         return known
 
@@ -125,15 +137,19 @@ class LlamaModel:
             raise ModelUnreadable(
                 f"cannot load {path}", _last_error("llama.cpp gave no reason"), "Get the file again or choose another."
             )
-        self.vocabulary = LlamaVocabulary(self.handle)
+        rows = int(C.llama_vocab_n_tokens(C.llama_model_get_vocab(self.handle)))
+        self.trim = read_trim(self._value, rows, path.name)
+        self.vocabulary = LlamaVocabulary(self.handle, self.trim)
         self.trained_context = int(C.llama_model_n_ctx_train(self.handle))
-        self.file_type = self._number("general.file_type")
+        file_type = self._value("general.file_type")
+        self.file_type = int(file_type) if file_type.isdigit() else -1
 
-    def _number(self, key: str) -> int:
-        """A value of the file's metadata; -1 where it has none."""
-        buffer = ctypes.create_string_buffer(32)
-        size = C.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
-        return int(buffer.value) if size > 0 and buffer.value.isdigit() else -1
+    def _value(self, key: str) -> str:
+        """Of the file's metadata; empty where it has none."""
+        size = C.llama_model_meta_val_str(self.handle, key.encode(), None, 0)
+        buffer = ctypes.create_string_buffer(max(0, size) + 1)
+        C.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
 
     def check_can_roll_back(self) -> None:
         if (
@@ -173,7 +189,8 @@ class _Context:
                 "Lower --ctx-size.",
             )
         self.memory = C.llama_get_memory(self.handle)
-        self.vocab_size = model.vocabulary.size
+        self.vocab_size = model.vocabulary.rows
+        self._reads = model.trim.stand_ins if model.trim is not None else None
         self._views: dict[tuple[int, int], Row] = {}  # of the logits, by their address and the number of outputs
         self._stop: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(2)
         self._set_abort_callback()
@@ -213,7 +230,7 @@ class _Context:
     def decode(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]], outputs: int) -> None:
         """One pass. Logits are kept for the last `outputs` tokens."""
         n = len(tokens)
-        self._tokens[:n] = tokens
+        self._tokens[:n] = tokens if self._reads is None else self._reads[np.asarray(tokens)]
         self._positions[:n] = positions
         for i, ids in enumerate(sequences):
             self._counts[i] = len(ids)
@@ -253,6 +270,18 @@ class _Context:
 
     def keep_only(self, sequence: int) -> None:
         C.llama_memory_seq_keep(self.memory, sequence)
+
+    def save(self) -> npt.NDArray[np.uint8]:
+        """A copy of sequence 0."""
+        state = np.empty(C.llama_state_seq_get_size(self.handle, 0), np.uint8)
+        C.llama_state_seq_get_data(self.handle, state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), state.size, 0)
+        return state
+
+    def load(self, state: npt.NDArray[np.uint8]) -> None:
+        """Sequence 0 as it was saved, and nothing else. Into an empty cache, where it gets the cells from the first one on."""
+        self.cut(-1, -1)
+        if not C.llama_state_seq_set_data(self.handle, state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), state.size, 0):
+            raise BackendFailure("llama.cpp could not restore a conversation", _last_error("it gave no reason"))
 
     def close(self) -> None:
         if self.handle:
@@ -309,12 +338,17 @@ class LlamaConversation:
 class LlamaTarget:
     """The model whose answer it is. One conversation at a time owns the KV cache; another one takes over what they share."""
 
-    def __init__(self, model: LlamaModel, *, context: int, threads: int = 0) -> None:
+    def __init__(self, model: LlamaModel, *, context: int, threads: int = 0, keep_bytes: int = 0) -> None:
+        """`keep_bytes`: memory for the caches of conversations that lost their place to another."""
+        if model.trim is not None:
+            raise ModelUnreadable(f"cannot serve {model.path.name}", "it is a draft, which knows a part of its target's vocabulary")
         model.check_can_roll_back()
         self.model = model
         self.vocabulary: Vocabulary = model.vocabulary
         self.context = _usable_context(model, context)
         self._context = _Context(model, self.context, threads, exact=True)
+        self._shelf = Shelf(keep_bytes, self._context.save, self._context.load)
+        self.weights_bytes = int(C.llama_model_size(model.handle))  # an input embedding of its own is counted in
         self._owner: LlamaConversation | None = None
         self._never_alone = model.gpu_layers == 0 and self._alone_is_different()
 
@@ -340,10 +374,12 @@ class LlamaTarget:
     def _attach(self, conversation: LlamaConversation) -> None:
         if self._owner is conversation:
             return
-        held = self._owner.tokens[: self._owner.cached] if self._owner is not None else []
-        conversation.cached = min(_common(held, conversation.tokens), len(conversation.tokens) - 1)
+        held: list[int] = []
         if self._owner is not None:
+            self.trim(self._owner)
+            held = self._owner.tokens[: self._owner.cached]
             self._owner.cached = 0
+        conversation.cached = min(self._shelf.change(held, conversation.tokens), len(conversation.tokens) - 1)
         self._owner = conversation
         self.trim(conversation)
 
@@ -384,6 +420,7 @@ class LlamaTarget:
             while at != ROOT:
                 path.append(nodes[at].token)
                 at = nodes[at].parent
+            path.reverse()
             return conversation.sampler.choose(rows[i + 1], len(conversation.tokens) + below, path)
 
         return choose
@@ -435,6 +472,7 @@ class LlamaDraft:
         model.check_can_roll_back()
         self.model = model
         self.vocabulary: Vocabulary = model.vocabulary
+        self.token_ids = model.trim.token_ids if model.trim is not None else None
         self.context = _usable_context(model, context)
         self._context = _Context(model, self.context, threads, exact=exact)
         self._tokens: list[int] = []
@@ -459,6 +497,16 @@ class LlamaDraft:
         self._cached += len(chunk)
         self._end[self._trunk] = self._cached
         return self._cached < len(self._tokens) - 1
+
+    def score(self, tokens: Sequence[int], start: int) -> Iterator[Row]:
+        self.open(tokens[: start + 1])
+        while self.read():
+            pass
+        for begin in range(start, len(tokens), BATCH // 2):
+            chunk = tokens[begin : begin + BATCH // 2]
+            self._context.decode(chunk, range(begin, begin + len(chunk)), [(self._trunk,)] * len(chunk), outputs=len(chunk))
+            self._tokens, self._cached = list(tokens[: begin + len(chunk)]), begin + len(chunk)
+            yield self._context.logits()
 
     def stop_on(self, flag: mmap.mmap) -> None:
         self._context.stop_on(flag)

@@ -7,7 +7,7 @@ give the right answer for the wrong reasons is found out.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from duodecoding.backends.base import Conversation, Leaf
 from duodecoding.core import Choose
 from duodecoding.errors import Interrupted, UsageError
-from duodecoding.sampling import Choice, Row, Sampler
+from duodecoding.sampling import Choice, Ids, Row, Sampler
 from duodecoding.tree import ROOT, PassNode
 from duodecoding.types import SamplingParams
 
@@ -117,6 +117,8 @@ class ScriptedConversation:
 class ScriptedTarget:
     """`strict`: hold the acceptance rule to account too. Without it only the answer can show that the rule is wrong."""
 
+    weights_bytes = 0
+
     def __init__(self, vocabulary: ScriptedVocabulary, script: Script, *, context: int = 256, strict: bool = True) -> None:
         self.vocabulary, self.context, self.strict = vocabulary, context, strict
         self.cells: list[int] = []  # tokens in the KV cache
@@ -180,6 +182,7 @@ class ScriptedDraft:
 
     def __init__(self, vocabulary: ScriptedVocabulary, script: Script, *, context: int = 256, sequences: int = 128) -> None:
         self.vocabulary, self.context = vocabulary, context
+        self.token_ids: Ids | None = None
         self.steps: list[int] = []  # leaves of each step
         self._script, self._sequences = script, sequences
         self._flag: mmap.mmap | None = None
@@ -207,6 +210,9 @@ class ScriptedDraft:
         demand(len(self._expanded) <= self._sequences, "more expanded nodes than sequences")
         self.steps.append(len(leaves))
         return [self._script(history) for history in new.values()]
+
+    def score(self, tokens: Sequence[int], start: int) -> Iterator[Row]:
+        yield np.stack([self._script(tuple(tokens[: end + 1])) for end in range(start, len(tokens))])
 
     def _history(self, leaf: Leaf) -> History:
         if leaf.parent is not None and leaf.parent not in self._expanded:

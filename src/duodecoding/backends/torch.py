@@ -15,6 +15,7 @@ import torch
 
 from duodecoding.backends import torch_model
 from duodecoding.backends.base import Conversation, Vocabulary
+from duodecoding.backends.shelf import Shelf
 from duodecoding.backends.torch_choices import Chooser, Voice
 from duodecoding.backends.torch_runner import Progress, Rows, Runner
 from duodecoding.core import Choose
@@ -27,15 +28,13 @@ MAX_ROWS = 128  # the root and its guesses
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a logit, relative to the largest
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
-
-
 def load(path: Path, vocabulary: Vocabulary, config: EngineConfig, progress: Progress) -> TorchTarget:
     """A target from a directory of transformers files or a GGUF file."""
+    with torch_model.leaving_nothing(f"cannot load {path}"):
+        return _load(path, vocabulary, config, progress)
+
+
+def _load(path: Path, vocabulary: Vocabulary, config: EngineConfig, progress: Progress) -> TorchTarget:
     device = torch_model.choose_device(config.device)
     dtype = torch_model.choose_dtype(config.dtype, device)
     if device.type == "cpu" and config.threads:
@@ -43,13 +42,10 @@ def load(path: Path, vocabulary: Vocabulary, config: EngineConfig, progress: Pro
     rows = min(config.max_nodes + 1, MAX_ROWS)
     model = torch_model.load_model(path, device, dtype, config.ctx_size, rows)
     compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
-    target = TorchTarget(model, vocabulary, context=config.ctx_size, rows=rows, compile=compiled)
-    del model
-    try:
-        target.prepare(config.warmup, progress)
-    except BaseException:
-        target.close()
-        raise
+    target = TorchTarget(
+        model, vocabulary, context=config.ctx_size, rows=rows, compile=compiled, keep_bytes=config.keep_mb * 1_000_000
+    )
+    target.prepare(config.warmup, progress)
     return target
 
 
@@ -57,6 +53,7 @@ class TorchConversation:
     def __init__(self, target: TorchTarget, prompt: Sequence[int], params: SamplingParams) -> None:
         self.tokens = list(prompt)
         self.voice = Voice(params, prompt, target.vocabulary.size)
+        self.sampler = self.voice.sampler
         self.cached = 0  # committed tokens in their slots, always the first ones
         self.reused = 0
         self.nodes: Sequence[PassNode] = ()  # that lie in the slots behind the committed tokens
@@ -88,15 +85,21 @@ class TorchTarget:
         rows: int = MAX_ROWS,
         compile: bool = False,
         kernels: bool = True,
+        keep_bytes: int = 0,
     ) -> None:
         """`rows` of a pass at most. `kernels`: on a GPU in half precision our own, which make the answer equal in all modes."""
         self.vocabulary = vocabulary
         self.context = torch_model.usable_context(model.config.get_text_config(), context)
+        self.weights_bytes = torch_model.weights_bytes(model)
         self._runner = Runner(model, self.context, rows, compile=compile, kernels=kernels)
         self._runner.slots.check = self._stop_if_asked
         self._chooser = Chooser(self._runner.device, vocabulary.size, graphs=self._runner.graphs)
         self._owner: TorchConversation | None = None
+        self._shelf = Shelf(keep_bytes, self._save, self._runner.slots.load)
         self._stopped = False
+
+    def _save(self) -> torch.Tensor:
+        return self._runner.slots.save(self._owner.cached if self._owner is not None else 0)
 
     def _stop_if_asked(self) -> None:
         if self._stopped:
@@ -113,7 +116,7 @@ class TorchTarget:
     def _attach(self, conversation: TorchConversation) -> None:
         if self._owner is not conversation:
             held = self._owner.tokens[: self._owner.cached] if self._owner is not None else []
-            conversation.cached = _common(held, conversation.tokens)
+            conversation.cached = self._shelf.change(held, conversation.tokens)
             conversation.nodes = ()
             if self._owner is not None:
                 self._owner.cached = 0

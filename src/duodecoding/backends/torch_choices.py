@@ -30,7 +30,7 @@ class Voice:
         self.counts = bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
         self.bias = {token: bias for token, bias in params.logit_bias.items() if token < vocab}
         # All that the arithmetic on the device depends on, except for the seed.
-        self.kind = replace(params, max_tokens=1, seed=0, stop=(), ignore_eos=False, logit_bias={})
+        self.kind = replace(params, max_tokens=1, seed=0, stop=(), ignore_eos=False, logit_bias={}, json_schema="", top_logprobs=0)
         self.key = repr(self.kind)
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class Chooser:
         found = table.fetch()
 
         def choice(i: int) -> Choice:
-            if found[2][i]:
+            if found[2][i] or voice.sampler.needs_row:
                 return voice.sampler.choose(logits[i].cpu().numpy(), positions[i], path_of(i))
             return Choice(int(found[0][i]), found[1][i])
 

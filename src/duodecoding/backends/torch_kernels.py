@@ -197,6 +197,11 @@ def linear_plan(n: int, k: int) -> tuple[int, int, int, int, int]:
     return columns, inner, splits, 4, 4
 
 
+def _tile(rows: int, most: int) -> int:
+    """Rows of one program. None has 32: of passes over 32 rows, and of no others, some rows were not what they are alone."""
+    return TILE if rows <= TILE else min(max(64, triton.next_power_of_2(rows)), most)
+
+
 PLANS: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}  # measured ones; they override the rule
 
 
@@ -207,7 +212,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     n = weight.shape[0]
     columns, inner, splits, warps, stages = PLANS.get((n, k)) or linear_plan(n, k)
     per_split = -(-k // (splits * inner)) * inner
-    tile = min(max(TILE, triton.next_power_of_2(rows)), 128)
+    tile = _tile(rows, 128)
     out = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
     grid = (-(-rows // tile), -(-n // columns), splits)
     even = n % columns == 0 and per_split * splits == k
@@ -251,7 +256,7 @@ def tree_attention(
     groups = heads // shared_heads
     written = BLOCK if rows * groups <= TILE and length <= SHORT else SPLIT  # the folds are the same, done here or there
     splits = -(-length // written)
-    tile = min(max(TILE, triton.next_power_of_2(rows * groups)), WIDEST)
+    tile = _tile(rows * groups, WIDEST)
     part = torch.empty((shared_heads, splits, rows * groups, size), dtype=torch.float32, device=q.device)
     tops = torch.empty((2, shared_heads, splits, rows * groups), dtype=torch.float32, device=q.device)
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 
 from duodecoding.backends.torch_slots import ATTENTION, CacheShape, attention
-from duodecoding.errors import BackendFailure, BackendMissing, DuoError, ModelUnreadable, UsageError
+from duodecoding.errors import BackendMissing, DuoError, ModelUnreadable, OutOfMemory, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -75,6 +77,29 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype, context: in
     return model
 
 
+def weights_bytes(model: Any) -> int:
+    """What a pass reads. Of an embedding that is not the head too, that is next to nothing."""
+    inner, outer = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return sum(p.nbytes for p in model.parameters() if p is not inner or p is outer)
+
+
+def copy_bandwidth(device: torch.device, size: int = 2**30, repeats: int = 8) -> float:
+    """Bytes a second that a large copy on a GPU reads and writes."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device).random_(100)
+    to = torch.empty_like(source)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        to.copy_(source)
+        begin.record()
+        for _ in range(repeats):
+            to.copy_(source)
+        end.record()
+        end.synchronize()
+        del source, to
+        torch.cuda.empty_cache()
+    return 2 * size * repeats / (begin.elapsed_time(end) / 1e3)
+
+
 def usable_context(config: Any, wanted: int) -> int:
     trained = getattr(config, "max_position_embeddings", None)
     return min(wanted, trained) if trained else wanted
@@ -89,11 +114,9 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise BackendMissing(f"cannot load {path}", _first_line(error), "Run: pip install 'duodecoding[torch]'") from error
-    except torch.OutOfMemoryError as error:
-        forget_everything()
-        raise out_of_memory(f"cannot load {path}", error) from error
+    except torch.OutOfMemoryError:
+        raise  # explained by `leaving_nothing`
     except Exception as error:  # transformers raises whatever it meets in somebody's files
-        forget_everything()
         raise ModelUnreadable(f"cannot load {path}", _first_line(error), "Get the files again or choose another model.") from error
 
 
@@ -123,14 +146,24 @@ def forget_everything() -> None:
         torch.cuda.empty_cache()
 
 
-def out_of_memory(what: str, error: BaseException) -> BackendFailure:
+def out_of_memory(what: str, error: BaseException) -> OutOfMemory:
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    why = f"the GPU is out of memory, {_gb(free)} of {_gb(total)} are free ({_first_line(error)})"
-    return BackendFailure(what, why, "Lower --ctx-size, take a smaller model, or end what else uses the GPU.")
+    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    return OutOfMemory(what, f"it needs {wanted[1]} more" if wanted else _first_line(error), free, total)
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
+@contextmanager
+def leaving_nothing(what: str) -> Iterator[None]:
+    """If the work fails, what it had put on the GPU goes, although the error lives on. Running out of memory is explained."""
+    try:
+        yield
+    except BaseException as error:
+        for each in (error, error.__cause__):
+            traceback.clear_frames(each.__traceback__ if each is not None else None)  # their variables hold models and tensors
+        forget_everything()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise out_of_memory(what, error) from None
+        raise
 
 
 # What can be served exactly
@@ -173,29 +206,28 @@ def _check_weights(path: Path, report: dict[str, Any]) -> None:
     other = sorted(str(key) for key in report.get("mismatched_keys") or ())
     for what, keys in (("lack", missing), ("have a surplus of", surplus), ("have another shape for", other)):
         if keys:
-            forget_everything()
             why = f"they {what} {len(keys)} tensor{'s' if len(keys) > 1 else ''}, such as {keys[0]}"
             raise ModelUnreadable(f"the weights of {path} do not match its config", why, "Get all files of one model again.")
 
 
 def _check_memory(path: Path, config: Any, device: torch.device, dtype: torch.dtype, slots: int) -> None:
     """Before anything is loaded: weights and KV cache against what is free on the GPU."""
-    if device.type != "cuda" or path.is_file():
+    if device.type != "cuda":
         return
     weights = _parameters(path) * dtype.itemsize
     cache = CacheShape.of(config).bytes_per_token(dtype) * slots
     free, total = torch.cuda.mem_get_info(device)
     if weights + cache > free:
-        need = f"it needs {_gb(weights)} for its weights and {_gb(cache)} for {slots} tokens of KV cache"
-        raise BackendFailure(
-            f"{path.name} does not fit on {torch.cuda.get_device_name(device)}",
-            f"{need}; {_gb(free)} of {_gb(total)} are free",
-            "Lower --ctx-size, take a smaller model, or end what else uses the GPU.",
-        )
+        need = f"it needs {weights / 1e9:.1f} GB for its weights and {cache / 1e9:.1f} GB for {slots} tokens of KV cache"
+        raise OutOfMemory(f"{path.name} does not fit on {torch.cuda.get_device_name(device)}", need, free, total)
 
 
 def _parameters(path: Path) -> int:
     """Of all weight files, from their headers."""
+    if path.is_file():
+        from gguf import GGUFReader
+
+        return sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
     from safetensors import safe_open
 
     count = 0

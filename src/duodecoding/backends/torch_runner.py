@@ -14,7 +14,7 @@ import torch
 
 from duodecoding.backends.torch_slots import CacheShape, Slots, tree_mask
 
-NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
+NODE_BUCKETS = (1, 8, 16, 64, 128)  # not 32: on a GPU its rows came out otherwise than one by one (benchmarks/h200_rows.py)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a prompt in one pass
 WARM_PASSES = 2  # before a capture: kernels are compiled, libraries set themselves up

@@ -59,6 +59,14 @@ class Slots:
         for buffers in (self._keys, self._values):
             buffers.index_copy_(3, places[1], buffers.index_select(3, places[0]))
 
+    def save(self, count: int) -> torch.Tensor:
+        """A copy of the first entries, in the memory of the CPU."""
+        return torch.stack([self._keys[..., :count, :], self._values[..., :count, :]]).cpu()
+
+    def load(self, state: torch.Tensor) -> None:
+        for buffers, part in zip((self._keys, self._values), state, strict=True):
+            buffers[..., : part.shape[-2], :].copy_(part)
+
 
 class CacheShape(NamedTuple):
     layers: int

@@ -14,15 +14,18 @@ from typing import Any
 from duodecoding import backends, models
 from duodecoding.backends.base import Draft, Target, Vocabulary
 from duodecoding.costs import CostCurve, Profile
+from duodecoding.drafters.bridge import BridgeDrafter
 from duodecoding.drafters.growth import BestFirst, Growth, LikeliestPath
 from duodecoding.drafters.lookup import LookupDrafter
+from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafters.recycling import RecyclingDrafter
 from duodecoding.errors import UsageError
 from duodecoding.llm import LLM
 from duodecoding.planner import Calibration, Switch, Uncalibrated
 from duodecoding.prompts import Prompt
 from duodecoding.realtime import Drafters
 from duodecoding.text import check_pair, render_chat
-from duodecoding.types import EngineConfig, Mode, SamplingParams
+from duodecoding.types import FREE_DRAFTS, EngineConfig, Mode, SamplingParams
 from duodecoding.virtual import FREE, Memory, RecordedDrafter, Recording, Simulation, Tally
 
 Progress = Callable[[str, float], None]  # what is being done, share done
@@ -36,7 +39,7 @@ FREE_STEPS, FREE_WIDTH = 64, 16  # more than a pass can use
 CHAIN_LENGTHS = range(1, 7)
 SERIAL_SHAPES = ((1, 1), (2, 2), (3, 2), (2, 4), (3, 4), (4, 4))  # steps, width
 LOCKSTEP_CHAINS = 4
-DUO = EngineConfig(mode=Mode.DUO, draft_width=4, branching=8, max_nodes=64)  # as shipped
+DUO = EngineConfig(mode=Mode.DUO)  # as shipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class Setup:
 
     config: EngineConfig
     shown: Mapping[str, int] = field(default_factory=dict)  # settings that the report names
-    lookup: bool = False  # free guesses from text already seen, beside the draft model
+    lookup: bool = False  # guesses from text already seen, beside the draft model
+    recycling: bool = False  # and from what was said before
     free: bool = False  # drafting costs nothing
     waits: bool = True
     calibrates: bool = True
@@ -74,8 +78,8 @@ def setups(mode: str) -> list[Setup]:
         ],
         str(Mode.LOCKSTEP): [Setup(replace(lockstep, draft_width=LOCKSTEP_CHAINS), {"draft_width": LOCKSTEP_CHAINS})],
         PEARL: [Setup(replace(lockstep, draft_width=1), {"draft_width": 1})],
-        str(Mode.DUO): [Setup(DUO, {"draft_width": DUO.draft_width}, lookup=True)],
-        FREE: [Setup(replace(DUO, mode=Mode.SERIAL, draft_length=FREE_STEPS), lookup=True, free=True)],
+        str(Mode.DUO): [Setup(DUO, {"draft_width": DUO.draft_width}, lookup=True, recycling=True)],
+        FREE: [Setup(replace(DUO, mode=Mode.SERIAL, draft_length=FREE_STEPS), lookup=True, recycling=True, free=True)],
     }
     if mode not in known:
         raise UsageError(f"unknown mode {mode!r}", f"the modes are {', '.join(known)}")
@@ -91,6 +95,8 @@ def ablations() -> dict[str, list[Setup]]:
         "duo, width 1": [replace(duo, config=replace(DUO, draft_width=1), shown={"draft_width": 1})],
         "duo, no hedging": [replace(duo, hedges=False)],
         "duo, no lookup": [replace(duo, lookup=False)],
+        "duo, no recycling": [replace(duo, recycling=False)],
+        "duo, model only": [replace(duo, lookup=False, recycling=False)],
     }
 
 
@@ -117,9 +123,9 @@ def record(
     return recordings, skipped
 
 
-def chat_tokens(vocabulary: Vocabulary, text: str) -> list[int]:
-    """What a user says, as the model's chat template puts it."""
-    messages = [{"role": "user", "content": text}]
+def chat_tokens(vocabulary: Vocabulary, *texts: str) -> list[int]:
+    """What a user says, and what was answered before it in turn, as the model's chat template puts it."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     chat = render_chat(vocabulary.chat_template, messages, bos=vocabulary.bos_text, eos=vocabulary.eos_text)
     has_bos = bool(vocabulary.bos_text) and chat.startswith(vocabulary.bos_text)
     return vocabulary.tokenize(chat, special=True, bos=not has_bos)
@@ -130,13 +136,15 @@ def chat_tokens(vocabulary: Vocabulary, text: str) -> list[int]:
 
 @dataclass(slots=True)
 class Study:
-    """Recorded answers and who guesses them. `draft` None: lookup alone, or nobody."""
+    """Recorded answers and who guesses them. `draft` None: in every mode the free guesses alone, or nobody."""
 
     recordings: Sequence[Recording]
     draft: Draft | None
-    lookup: bool  # False: no lookup in any mode
+    lookup: bool  # False: no free guesses in any mode
     vocabulary: int  # the target's
+    recycling: bool = True  # beside lookup
     memories: list[Memory] = field(default_factory=list)
+    bridge: Vocabulary | None = None  # the target's, where it is not the draft's
 
     def __post_init__(self) -> None:
         self.memories = [{} for _ in self.recordings]
@@ -153,26 +161,41 @@ class Study:
 
     def simulations(self, setup: Setup, profile: Profile) -> Iterator[Simulation]:
         """The answers of a session, to be run in this order."""
-        made = Calibration if setup.calibrates else Uncalibrated
-        calibration, switch, lookup = made(), Switch(), LookupDrafter()
-        lookup.calibration = made()
+        calibration = Calibration() if setup.calibrates else Uncalibrated()
+        switch, free_switch, free = Switch(), Switch(), self._free(setup)
         if setup.free:
             profile = replace(profile, draft=NO_COST, latency=0.0, draft_prompt=0.0)
         for recording, memory in zip(self.recordings, self.memories, strict=True):
             drafter = None
             if self.draft is not None and setup.config.mode is not Mode.OFF:
-                drafter = RecordedDrafter(self.draft, recording, memory, vocab_limit=self.vocabulary)
+                drafter = self._drafter(self.draft, recording, memory)
                 drafter.calibration = calibration
             yield Simulation(
                 recording,
                 profile,
                 setup.config,
                 drafter=drafter,
-                lookup=lookup if self.lookup and (setup.lookup or self.draft is None) else None,
+                free=free,
                 switch=switch,
+                free_switch=free_switch,
                 growth=setup.growth(),
                 waits=setup.waits,
             )
+
+    def _drafter(self, draft: Draft, recording: Recording, memory: Memory) -> ModelDrafter:
+        if self.bridge is not None:
+            return BridgeDrafter(draft, self.bridge)
+        return RecordedDrafter(draft, recording, memory, vocab_limit=self.vocabulary)
+
+    def _free(self, setup: Setup) -> Drafters:
+        """Who guesses without a model, through a whole session."""
+        alone = self.draft is None
+        lookup = LookupDrafter() if self.lookup and (setup.lookup or alone) else None
+        recycling = RecyclingDrafter() if self.lookup and self.recycling and (setup.recycling or alone) else None
+        records = [*([lookup.record] if lookup else []), *(recycling.records if recycling else [])]
+        for record in records if not setup.calibrates else []:
+            record.freeze()
+        return Drafters(lookup=lookup, recycling=recycling)
 
 
 def speedup(tallies: Tallies, plain: Tallies) -> dict[str, float]:
@@ -229,8 +252,8 @@ def simulate(study: Study, profile: Profile, modes: Sequence[str], progress: Pro
 
 
 def draft_name(config: EngineConfig) -> str:
-    """A model's name, "lookup" or "none"."""
-    return (models.default_draft(config.model) or "lookup") if config.draft == "auto" else config.draft
+    """A model's name, "lookup", "free" or "none"."""
+    return (models.default_draft(config.model) or "free") if config.draft == "auto" else config.draft
 
 
 def load_study(
@@ -239,7 +262,7 @@ def load_study(
     """Let the target answer, then load the draft that will guess. Also returns which prompts were too long."""
     file = models.resolve(config.model, offline=config.offline)
     name = draft_name(config)
-    draft = models.resolve(name, offline=config.offline) if name not in ("lookup", "none") else None
+    draft = models.resolve(name, offline=config.offline) if name not in (*FREE_DRAFTS, "none") else None
     progress(f"loading {file.name}", 0.0)
     target = backends.load_target(file.path, config)
     try:
@@ -250,4 +273,4 @@ def load_study(
     finally:
         target.close()
     guesses = backends.load_draft(draft.path, config, exact=True) if draft is not None else None
-    return Study(recordings, guesses, name != "none", size), skipped
+    return Study(recordings, guesses, name != "none", size, recycling=name != "lookup"), skipped

@@ -27,6 +27,7 @@ from duodecoding.errors import DuoError, UsageError
 from duodecoding.types import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
+    from duodecoding.cli.served import ServedLLM
     from duodecoding.cli.terminal import Terminal
     from duodecoding.llm import LLM
 
@@ -60,12 +61,22 @@ def chat(
     config = settings(EngineConfig, engine_flags)
     check_text(chosen.system, "the system message")
     terminal = Terminal()
-    with engine(config, terminal) as llm:
+    with _served(chosen, config, terminal) if chosen.url else engine(config, terminal) as llm:
         return Chat(llm, terminal, params, chosen).loop(open_reader())
 
 
+def _served(options: ChatOptions, config: EngineConfig, terminal: Terminal) -> ServedLLM:
+    from duodecoding.cli.served import ServedLLM
+
+    plain = EngineConfig()
+    moot = [name for name in _names(EngineConfig) if getattr(config, name) != getattr(plain, name)]
+    if moot:
+        terminal.warn(f"The server decides about {', '.join(moot)}.")
+    return ServedLLM(options.url, options.api_key)
+
+
 class Chat:
-    def __init__(self, llm: LLM, terminal: Terminal, params: SamplingParams, options: ChatOptions) -> None:
+    def __init__(self, llm: LLM | ServedLLM, terminal: Terminal, params: SamplingParams, options: ChatOptions) -> None:
         self.llm, self.terminal = llm, terminal
         self.params, self.system, self.show_draft = params, options.system, options.show_draft
         self.turns: list[dict[str, str]] = []
@@ -206,6 +217,8 @@ def _parse(key: str, hint: Any, value: str) -> Any:
             return hint(value)
         except ValueError:
             raise UsageError(f"{key} is {value!r}", f"it must be {'a whole number' if hint is int else 'a number'}") from None
+    if hint is str:
+        return "" if value == "none" else value
     if value == "none":
         return hint.__origin__() if hint == tuple[str, ...] else {}
     return (value.encode().decode("unicode_escape"),) if hint == tuple[str, ...] else read_bias(key, tuple(value.split()))

@@ -14,7 +14,7 @@ from duodecoding.cli.lanes import WIDTH, first_passes, lanes
 from duodecoding.cli.main import guarded
 from duodecoding.cli.session import answer, engine, leaving
 from duodecoding.cli.terminal import Terminal
-from duodecoding.types import EngineConfig, Mode, Result, SamplingParams
+from duodecoding.types import FREE_DRAFTS, EngineConfig, Mode, Result, SamplingParams
 
 if TYPE_CHECKING:
     from duodecoding.backends.base import Vocabulary
@@ -124,7 +124,7 @@ def replay(vocabulary: Vocabulary, answer: list[int]) -> tuple[float, Simulation
 
     recording = Recording("demo", tuple(chat_tokens(vocabulary, PROMPT)), tuple(answer), PARAMS)
     name = draft_name(CONFIG)
-    draft = None if name == "lookup" else backends.load_draft(models.resolve(name).path, CONFIG, exact=True)
+    draft = None if name in FREE_DRAFTS else backends.load_draft(models.resolve(name).path, CONFIG, exact=True)
     try:
         study = Study([recording], draft, lookup=True, vocabulary=vocabulary.size)
         profile = load_profile(ELSEWHERE)

@@ -42,16 +42,19 @@ def doctor(
     from duodecoding.cli import machine
     from duodecoding.cli.terminal import Terminal
 
-    terminal = Terminal()
+    terminal, config = Terminal(), settings(EngineConfig, engine_flags)
     facts: dict[str, Any] = {
         "versions": machine.versions(),
         "cores": machine.cores(),
         "memory": machine.memory(),
         "devices": machine.devices(),
+        "bandwidth": machine.bandwidth(config.threads),
     }
-    facts["outlook"] = machine.outlook(facts["cores"]["physical"], facts["devices"]["llama_cpp_gpu_offload"])
+    facts["outlook"] = machine.outlook(
+        facts["cores"]["physical"], facts["devices"]["llama_cpp_gpu_offload"] or bool(facts["devices"]["cuda"])
+    )
     if model is not None:
-        facts["model"] = check_model(replace(settings(EngineConfig, engine_flags), model=model), terminal)
+        facts["model"] = check_model(replace(config, model=model), terminal)
     if settings(ReportOptions, options).json:
         terminal.print(json.dumps(facts, ensure_ascii=False, indent=2))
     else:
@@ -61,16 +64,19 @@ def doctor(
 
 def check_model(config: EngineConfig, terminal: Terminal) -> dict[str, Any]:
     """Load a model and measure what a pass over n tokens costs: that decides what guessing can gain."""
-    from duodecoding import backends
+    from duodecoding import backends, measure
     from duodecoding.cli.machine import pass_seconds
     from duodecoding.cli.session import leaving
     from duodecoding.models import resolve
 
     with leaving(terminal), terminal.busy(f"loading {config.model}"):
-        target = backends.load_target(resolve(config.model, offline=config.offline).path, config)
+        path = resolve(config.model, offline=config.offline).path
+        target = backends.load_target(path, config)
         terminal.progress("measuring")
         try:
             seconds = pass_seconds(target, SIZES)
+            on_gpu = backends.on_gpu(path, config)
+            floor = measure.floor(target, on_gpu=on_gpu, device=config.device, threads=config.threads)
         finally:
             target.close()
     return {
@@ -79,6 +85,10 @@ def check_model(config: EngineConfig, terminal: Terminal) -> dict[str, Any]:
         "vocabulary": target.vocabulary.size,
         "chat_template": target.vocabulary.chat_template is not None,
         "pass_seconds": seconds,
+        "weights_bytes": target.weights_bytes,
+        "floor_seconds": floor.seconds if floor else None,
+        "floor_of": floor.where if floor else None,
+        "floor_share": floor.share(seconds[1]) if floor else None,
     }
 
 
@@ -92,6 +102,7 @@ def _print(facts: dict[str, Any], terminal: Terminal) -> None:
         "memory": f"{in_words(memory['total_bytes'])}" + _memory_detail(memory),
         "GPU, llama.cpp": "yes, see --gpu-layers" if devices["llama_cpp_gpu_offload"] else "no, this build runs on the CPU only",
         "GPU, torch": _cuda_line(devices["cuda"]),
+        "copying": _bandwidth_line(facts["bandwidth"]),
     }
     terminal.pairs(rows)
     if "model" in facts:
@@ -106,10 +117,25 @@ def _memory_detail(memory: dict[str, int | None]) -> str:
     return (f", {in_words(available)} free" if available else "") + (f", limited to {in_words(limit)}" if limit else "")
 
 
-def _cuda_line(names: list[str] | None) -> str:
-    if names is None:
+def _cuda_line(devices: list[dict[str, Any]] | None) -> str:
+    if devices is None:
         return "torch is not installed"
-    return ", ".join(names) if names else "torch sees no CUDA device"
+    lines = [f"{gpu['name']}, {in_words(gpu['free_bytes'])} of {in_words(gpu['total_bytes'])} free" for gpu in devices]
+    return "; ".join(lines) or "torch sees no CUDA device"
+
+
+def _bandwidth_line(bandwidth: dict[str, float | None]) -> str:
+    """Measured just now; bytes read and bytes written are counted."""
+    found = {"main memory": bandwidth["cpu"], "GPU": bandwidth["gpu"]}
+    return ", ".join(f"{where} {speed / 1e9:,.1f} GB/s" for where, speed in found.items() if speed)
+
+
+def _floor_line(model: dict[str, Any]) -> str:
+    size = in_words(model["weights_bytes"])
+    if model["floor_seconds"] is None:
+        return f"not known: {size} of weights, and torch cannot measure the GPU's memory"
+    least = f"{model['floor_seconds'] * 1e3:.2f} ms, to read {size} of weights from the {model['floor_of']}'s memory"
+    return f"{least}; one token reaches {model['floor_share']:.0%} of that speed"
 
 
 def _model_rows(model: dict[str, Any]) -> dict[str, str]:
@@ -120,6 +146,7 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
         "vocabulary": f"{model['vocabulary']} tokens",
         "chat template": "yes" if model["chat_template"] else "no, use duo run --raw",
         "one token": f"{seconds[1] * 1e3:.1f} ms",
+        "its floor": _floor_line(model),
         "a pass over": ", ".join(f"{n} costs {seconds[n] / seconds[1]:.1f}" for n in SIZES[1:]) + " times that",
         "so guessing pays": f"from {seconds[8] / seconds[1]:.1f} tokens a round on, in passes over 8",
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 from cyclopts import Group, Parameter
 
 from duodecoding.errors import UsageError
-from duodecoding.types import EngineConfig, SamplingParams
+from duodecoding.types import EngineConfig, SamplingParams, ServerConfig
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ SHORT = {"model": "-m", "draft": "-d", "max_tokens": "-n"}
 
 ENGINE_HELP = {
     "model": "Target: a .gguf file, a directory, owner/repo[:QUANT] from the hub, or a built-in name (see duo models).",
-    "draft": "Who guesses ahead: a model as above, lookup (text already seen), none, or auto.",
+    "draft": "Who guesses ahead: a model as above, lookup (text already seen), free (that and recycling), none, or auto.",
     "mode": "How target and draft share the work. The answer is the same in all of them.",
     "ctx_size": "Most tokens of prompt and answer together; never more than the model was trained for.",
     "threads": "Threads of the target. 0: one per physical core.",
@@ -38,6 +38,7 @@ ENGINE_HELP = {
     "dtype": "torch: float32, bfloat16 or float16. auto: float32 on a CPU, bfloat16 on a GPU.",
     "compile": "torch: compile the model, for faster passes after a slower start. auto: on a GPU.",
     "warmup": "torch on a GPU: make ready for all sizes of a pass before the first answer.",
+    "lookup_store": "Keep the text of conversations in this file and look up in it later. Anyone who can read it can read them.",
     "offline": "Never ask the hub, use only what is on this machine.",
 }
 SAMPLING_HELP = {
@@ -53,6 +54,19 @@ SAMPLING_HELP = {
     "seed": "Same seed, same answer.",
     "stop": "End the answer before this text. Repeatable; the environment variable holds one.",
     "ignore_eos": "Do not stop where the model wants to end.",
+    "json_schema": "Answer with JSON that this JSON Schema admits. Needs llguidance, which the extra server brings.",
+}
+KEEP_HELP = {"keep_mb": "Megabytes of memory for the KV caches of earlier conversations."}
+SERVER_HELP = {
+    "host": "Address to listen on. Beyond this machine set an API key.",
+    "port": "Port to listen on. 0: any that is free.",
+    "api_key": "What clients must know. Repeatable. Better set by the environment variable, which others cannot see.",
+    "alias": "The model's name for clients, instead of its own.",
+    "max_queue": "Requests that may wait for their turn. More are turned away with 429.",
+    "parallel": "Answers at the same time: so many engines, each with models and memory of its own.",
+    "cors_origins": "Origin of web pages that may ask, as in https://example.org, or *. Repeatable.",
+    "request_timeout": "Seconds that a request may take, waiting included. 0: no limit.",
+    "max_body_mb": "Megabytes that a request may have.",
 }
 
 
@@ -73,6 +87,8 @@ class ChatOptions:
 
     system: str = ""
     show_draft: bool = False
+    url: str = ""
+    api_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +120,18 @@ class SimulateOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PairOptions:
+    """What `duo pair` tries, and how it prints."""
+
+    profile: str = "h200-7b"
+    tasks: str = ""
+    per_task: int = 0  # all
+    replay: int = 1
+    plot: str = ""
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileOptions:
     """What `duo profile` makes of its measurements."""
 
@@ -128,6 +156,14 @@ SIMULATE_HELP = {
     "tasks": "A folder of .jsonl files with prompts, instead of the package's own.",
     "per_task": "Prompts of each task.",
     "json": "One JSON object a line for each profile, instead of tables.",
+}
+PAIR_HELP = {
+    "profile": "Machines to predict a speed-up for, besides this one: names or files, separated by commas. none: this one alone.",
+    "tasks": SIMULATE_HELP["tasks"],
+    "per_task": "Prompts of each task. 0: all.",
+    "replay": "Prompts of each task that are replayed in virtual time, for the prediction. 0: none.",
+    "plot": "Draw the agreement by task into this PNG file.",
+    "json": "One JSON object instead of tables.",
 }
 PROFILE_HELP = {
     "name": "What to call the profile.",
@@ -155,6 +191,8 @@ RUN_HELP = {
 CHAT_HELP = {
     "system": "System message, put before the conversation by the chat template.",
     "show_draft": "Colour the tokens that were guessed, by who guessed them.",
+    "url": "Talk to a server (duo serve) at this address instead of loading models here.",
+    "api_key": "The key that the server asks for. Better set by the environment variable, which others cannot see.",
 }
 REPORT_HELP = {"json": "Print JSON instead of a table."}
 
@@ -173,7 +211,7 @@ def derive(cls: type, texts: Mapping[str, str], group: Group, only: tuple[str, .
         (
             f.name,
             Annotated[_typed(hints[f.name]), _parameter(f, hints[f.name], texts.get(f.name, ""), group)],
-            _default(f, defaults),
+            _default(f, hints[f.name], defaults),
         )
         for f in fields(cls)
         if not only or f.name in only
@@ -181,9 +219,9 @@ def derive(cls: type, texts: Mapping[str, str], group: Group, only: tuple[str, .
     return make_dataclass(f"{cls.__name__}Flags", specs, frozen=True, kw_only=True, namespace={"__module__": __name__})
 
 
-def _default(f: Field[Any], defaults: Mapping[str, Any]) -> Any:
-    if f.name in defaults:
-        return field(default=defaults[f.name])
+def _default(f: Field[Any], hint: Any, defaults: Mapping[str, Any]) -> Any:
+    if f.name in defaults or _is_mapping(hint):
+        return field(default=defaults.get(f.name, ()))
     return field(default=f.default) if f.default_factory is MISSING else field(default_factory=f.default_factory)
 
 
@@ -244,8 +282,8 @@ def takes_value(token: str) -> bool:
 
 
 def _value_flags() -> set[str]:
-    talking = (EngineConfig, SamplingParams, RunOptions, ChatOptions, DraftServerOptions)
-    records = (*talking, SimulateOptions, ProfileOptions, TraceOptions)
+    talking = (EngineConfig, SamplingParams, ServerConfig, RunOptions, ChatOptions, DraftServerOptions)
+    records = (*talking, SimulateOptions, PairOptions, ProfileOptions, TraceOptions)
     names = {name for record in records for name, hint in get_type_hints(record).items() if hint is not bool}
     return {"--" + name.strip("_").replace("_", "-") for name in names} | set(SHORT.values())
 
@@ -257,10 +295,14 @@ OUTPUT = Group("Input and output", sort_key=0)
 ANSWER = Group("Answer", sort_key=1)
 ENGINE = Group("Models and speculation", sort_key=2)
 PAIR = ("model", "draft", "ctx_size", "threads", "threads_draft", "offline")  # two models on this machine
+SERVED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # where a request says nothing
 REPLAYED = ("max_tokens", "temperature", "top_p", "seed")
 
 if TYPE_CHECKING:
     EngineFlags = EngineConfig
+    ServerFlags = ServerConfig
+    ServedEngineFlags = EngineConfig
+    ServedSamplingFlags = SamplingParams
     SamplingFlags = SamplingParams
     RunFlags = RunOptions
     ChatFlags = ChatOptions
@@ -271,27 +313,41 @@ if TYPE_CHECKING:
     TraceFlags = TraceOptions
     PairFlags = EngineConfig
     DeviceFlags = EngineConfig
+    PairReportFlags = PairOptions
+    PairEngineFlags = EngineConfig
+    LengthFlags = SamplingParams
     ReplayFlags = SamplingParams
     DraftServerFlags = DraftServerOptions
     DraftModelFlags = EngineConfig
 else:
-    EngineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE)
-    SamplingFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER)
+    EngineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=tuple(ENGINE_HELP))
+    SamplingFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER, only=tuple(SAMPLING_HELP))
+    ServerFlags = derive(ServerConfig, SERVER_HELP, OUTPUT)
+    ServedEngineFlags = derive(EngineConfig, ENGINE_HELP | KEEP_HELP, ENGINE, keep_mb=1024)
+    ServedSamplingFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER, only=SERVED, max_tokens=4096)
     RunFlags = derive(RunOptions, RUN_HELP, OUTPUT)
     ChatFlags = derive(ChatOptions, CHAT_HELP, OUTPUT)
     ReportFlags = derive(ReportOptions, REPORT_HELP, OUTPUT)
     DraftServerFlags = derive(DraftServerOptions, DRAFT_SERVER_HELP, OUTPUT)
     DraftModelFlags = derive(EngineConfig, DRAFT_MODEL_HELP, ENGINE, only=("ctx_size", "threads", "offline"))
-    MachineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=("threads", "gpu_layers", "offline"))
+    MACHINE = ("threads", "gpu_layers", "backend", "device", "dtype", "compile", "offline")
+    MachineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=MACHINE)
     SimulateFlags = derive(SimulateOptions, SIMULATE_HELP, OUTPUT)
     ProfileFlags = derive(ProfileOptions, PROFILE_HELP, OUTPUT)
     TraceFlags = derive(TraceOptions, TRACE_HELP, OUTPUT)
     PairFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=PAIR)
-    DeviceFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=(*PAIR, "gpu_layers", "backend", "device", "dtype", "compile"))
+    DEVICE = (*PAIR, "gpu_layers", "backend", "device", "dtype", "compile")
+    DeviceFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=DEVICE)
+    PairReportFlags = derive(PairOptions, PAIR_HELP, OUTPUT)
+    PairEngineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=tuple(n for n in DEVICE if n not in ("model", "draft")))
+    LengthFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER, only=("max_tokens",), max_tokens=128)
     ReplayFlags = derive(SamplingParams, SAMPLING_HELP, ANSWER, only=REPLAYED, max_tokens=128)
 
 NO_ENGINE_FLAGS = EngineFlags()
 NO_SAMPLING_FLAGS = SamplingFlags()
+NO_SERVER_FLAGS = ServerFlags()
+NO_SERVED_ENGINE_FLAGS = ServedEngineFlags()
+NO_SERVED_SAMPLING_FLAGS = ServedSamplingFlags()
 NO_RUN_FLAGS = RunFlags()
 NO_CHAT_FLAGS = ChatFlags()
 NO_REPORT_FLAGS = ReportFlags()
@@ -301,6 +357,9 @@ NO_PROFILE_FLAGS = ProfileFlags()
 NO_TRACE_FLAGS = TraceFlags()
 NO_PAIR_FLAGS = PairFlags()
 NO_DEVICE_FLAGS = DeviceFlags()
+NO_PAIR_REPORT_FLAGS = PairReportFlags()
+NO_PAIR_ENGINE_FLAGS = PairEngineFlags()
+NO_LENGTH_FLAGS = LengthFlags()
 NO_DRAFT_SERVER_FLAGS = DraftServerFlags()
 NO_DRAFT_MODEL_FLAGS = DraftModelFlags()
 NO_REPLAY_FLAGS = ReplayFlags()

@@ -68,12 +68,24 @@ def devices() -> dict[str, Any]:
     return {"llama_cpp_gpu_offload": supports_gpu(), "cuda": _cuda_devices()}
 
 
-def _cuda_devices() -> list[str] | None:
+def _cuda_devices() -> list[dict[str, Any]] | None:
     if find_spec("torch") is None:
         return None
     import torch
 
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        found.append({"name": torch.cuda.get_device_name(i), "total_bytes": total, "free_bytes": free})
+    return found
+
+
+def bandwidth(threads: int) -> dict[str, float | None]:
+    """Bytes a second that a copy reads and writes, in main memory and on the first GPU that torch sees."""
+    from duodecoding import measure
+
+    gpu = measure.gpu_bandwidth()
+    return {"cpu": measure.cpu_bandwidth(threads), "gpu": gpu[1] if gpu else None}
 
 
 def pass_seconds(target: Target, sizes: Sequence[int], repeats: int = 7) -> dict[int, float]:

@@ -9,14 +9,18 @@ from collections.abc import Callable, Sequence
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from duodecoding import __version__
+from duodecoding.cli.bench import bench
 from duodecoding.cli.chat import chat
+from duodecoding.cli.distill import distill
 from duodecoding.cli.doctor import doctor
 from duodecoding.cli.draft_server import draft_server
 from duodecoding.cli.flags import ENV_PREFIX, takes_value
 from duodecoding.cli.interrupts import exit_code
 from duodecoding.cli.models import models
+from duodecoding.cli.pair import pair
 from duodecoding.cli.profile import profile
 from duodecoding.cli.run import STDIN, run
+from duodecoding.cli.serve import serve
 from duodecoding.cli.simulate import simulate
 from duodecoding.cli.trace import trace
 from duodecoding.errors import DuoError
@@ -32,7 +36,20 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
 )
-COMMANDS: tuple[Callable[..., int], ...] = (run, chat, draft_server, simulate, profile, trace, models, doctor)
+COMMANDS: tuple[Callable[..., int], ...] = (
+    run,
+    chat,
+    serve,
+    draft_server,
+    simulate,
+    pair,
+    distill,
+    bench,
+    profile,
+    trace,
+    models,
+    doctor,
+)
 for place, command in enumerate(COMMANDS):
     app.command(command, sort_key=place)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,3 +186,30 @@ def _legend(figure: Figure) -> None:
         Line2D([], [], color=INK, linewidth=0.8, label="commit"),
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=5, frameon=False, fontsize=8, labelcolor=FAINT)
+
+
+# Agreement
+
+
+def plot_agreement(drafts: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
+    """By task, a bar for each draft: how often its first guess is right, and in a fainter shade one of its first four."""
+    figure, (ax,) = _figure(11, 4.2)
+    tasks = list(dict.fromkeys(task for by_task in drafts.values() for task in by_task))
+    width = 0.8 / max(1, len(drafts))
+    for i, (colour, (name, by_task)) in enumerate(zip((TARGET[0], DRAFT, READING, WAITING, INK) * 4, drafts.items(), strict=False)):
+        places = [place - 0.4 + width * (i + 0.5) for place in range(len(tasks))]
+        first, four = ([100 * by_task.get(task, {}).get(top, 0.0) for task in tasks] for top in ("top1", "top4"))
+        ax.bar(places, four, width * 0.92, color=colour, alpha=0.35)
+        ax.bar(places, first, width * 0.92, color=colour, label=name)
+        for place, share in zip(places, first, strict=True):
+            ax.annotate(f"{share:.0f}", (place, share), (0, 2), textcoords="offset points", ha="center", fontsize=8, color=INK)
+    ax.set_xticks(range(len(tasks)), tasks)
+    ax.set_ylim(0, 100)
+    ax.set_ylabel("% of tokens", color=FAINT, fontsize=9)
+    ax.grid(axis="y", color=GRID, linewidth=0.8)
+    ax.set_axisbelow(True)
+    figure.legend(frameon=False, fontsize=9, labelcolor=INK, loc="outside lower left", ncols=4)
+    ax.set_title(
+        "The target's next token is the draft's first guess (faint: among its first four)", fontsize=11, color=INK, loc="left"
+    )
+    _save(figure, path)

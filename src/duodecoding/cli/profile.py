@@ -15,7 +15,7 @@ from duodecoding.cli.flags import (
     ProfileOptions,
     settings,
 )
-from duodecoding.types import EngineConfig
+from duodecoding.types import FREE_DRAFTS, EngineConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,7 +62,7 @@ def measured(config: EngineConfig, name: str, terminal: Terminal) -> tuple[Profi
 
     target_file = models.resolve(config.model, offline=config.offline)
     drafted = draft_name(config)
-    draft_file = models.resolve(drafted, offline=config.offline) if drafted not in ("lookup", "none") else None
+    draft_file = models.resolve(drafted, offline=config.offline) if drafted not in (*FREE_DRAFTS, "none") else None
     with terminal.bar() as progress:
         progress(f"loading {target_file.name}", 0.0)
         target = backends.load_target(target_file.path, config)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -22,8 +23,11 @@ from duodecoding.cli.flags import (
     settings,
 )
 from duodecoding.errors import DuoError, UsageError
-from duodecoding.trace import Timeline, to_chrome
+from duodecoding.trace import Did, Lane, Timeline, to_chrome
 from duodecoding.types import EngineConfig, Result, SamplingParams
+
+if TYPE_CHECKING:
+    from duodecoding.llm import LLM, Stream
 
 STDIN = "\0stdin"  # stands for a `-` on the command line; no argument can hold a NUL
 
@@ -63,13 +67,24 @@ def _answer(text: str, options: RunOptions, params: SamplingParams, config: Engi
             return stream
 
         result, code = answer(terminal, llm, start, silent=options.json)
+        floor = floor_words(llm, stream) if options.stats else ""
     if options.trace:
         write_trace(stream.timeline, options.trace, f"duo run, {llm.model_name}, mode {config.mode}")
     if options.json:
         terminal.print(json.dumps(as_record(result), ensure_ascii=False))
     if options.stats:
-        terminal.stats(result)
+        terminal.stats(result, floor)
     return code
+
+
+def floor_words(llm: LLM, stream: Stream) -> str:
+    """How near the passes came to the memory's speed. Empty: there was none after the prompt, or it cannot be measured."""
+    passes = [event.seconds for event in stream.timeline.of(Lane.TARGET, Did.PASS)]
+    floor = llm.floor() if passes else None
+    if floor is None:
+        return ""
+    middle = statistics.median(passes)
+    return f"pass {1e3 * middle:.1f} ms, {floor.share(middle):.0%} of the {floor.where} memory's speed"
 
 
 def write_trace(timeline: Timeline, name: str, title: str) -> None:

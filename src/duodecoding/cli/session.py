@@ -12,6 +12,7 @@ from duodecoding.cli.terminal import Terminal
 from duodecoding.types import EngineConfig, Result
 
 if TYPE_CHECKING:
+    from duodecoding.cli.served import ServedLLM, ServedStream
     from duodecoding.llm import LLM, Stream
 
 
@@ -39,7 +40,12 @@ def engine(config: EngineConfig, terminal: Terminal) -> Iterator[LLM]:
 
 
 def answer(
-    terminal: Terminal, llm: LLM, start: Callable[[], Stream], *, silent: bool = False, show_draft: bool = False
+    terminal: Terminal,
+    llm: LLM | ServedLLM,
+    start: Callable[[], Stream | ServedStream],
+    *,
+    silent: bool = False,
+    show_draft: bool = False,
 ) -> tuple[Result, int]:
     """Say an answer as it comes. Returns it with the exit code: 0, or that of the signal which cut it short."""
     with Interrupts(llm.abort, terminal.quiet) as interrupts, terminal.busy("reading the prompt"):

@@ -125,8 +125,8 @@ class Terminal:
         if self.err.is_terminal:
             self.err.print()
 
-    def stats(self, result: Result) -> None:
-        self.note(stats_line(result))
+    def stats(self, result: Result, more: str = "") -> None:
+        self.note(stats_line(result, more))
 
     def legend(self) -> None:
         """Which colour stands for which source. Without colours there is nothing to explain."""
@@ -171,7 +171,7 @@ class Terminal:
             self._status = None
 
 
-def stats_line(result: Result) -> str:
+def stats_line(result: Result, more: str = "") -> str:
     """One answer in numbers."""
     stats = result.stats
     parts = [f"{stats.new_tokens} tokens", f"{stats.tokens_per_second:.1f} tokens/s", f"first in {stats.ttft_seconds:.2f} s"]
@@ -182,4 +182,4 @@ def stats_line(result: Result) -> str:
         parts.append(f"accepted {stats.accepted}/{stats.verified}" + (f" ({who})" if who else ""))
     if stats.reused_tokens:
         parts.append(f"prompt reused {stats.reused_tokens}/{stats.prompt_tokens}")
-    return " · ".join([*parts, f"{result.mode}, speculation {result.speculation}"])
+    return " · ".join([*parts, *([more] if more else []), f"{result.mode}, speculation {result.speculation}"])

@@ -1,75 +1,119 @@
-"""Lookup: what followed the same words earlier in the context. No model, no cost worth counting. Pure."""
+"""Lookup: what followed the same words earlier, in this conversation or in a store of earlier ones. No model."""
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Sequence
-from itertools import count
 
-from duodecoding.planner import Calibration
+from duodecoding.drafters.automaton import SuffixAutomaton
+from duodecoding.drafters.record import Record
+from duodecoding.drafters.store import LIMIT, SEPARATOR, Store
 from duodecoding.tree import Proposal
 from duodecoding.types import Source
 
-LONGEST, SHORTEST = 6, 2  # tokens of context that must agree
-CONTINUATIONS = 2  # different places to copy from
-# How often a copied token is right, by the length of the match; a start, the engine learns the rest.
-PRIOR = {2: 0.35, 3: 0.5, 4: 0.62, 5: 0.7, 6: 0.8}
 KEYS_FROM = 1 << 40  # far from the keys of a draft model
+CHAINS = 2  # different continuations
+LONGEST = 20  # tokens of one
+FLOOR = 0.01  # no path less likely than this
+# How often a copied token is right, by the length of the match in tokens (1, 2, … 8 or more); a start, experience does the rest.
+ONLY = (0.3, 0.6, 0.7, 0.78, 0.82, 0.84, 0.86, 0.92)  # nothing else ever followed
+MOSTLY = (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)  # more often than all else together
+SOMETIMES = (0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.4, 0.4)
+LENGTHS = len(ONLY)
 
 
 class LookupDrafter:
-    """An index of every n-gram's latest places in prompt and answer."""
+    """Copies from the latest places where the longest match was followed by its most frequent followers.
 
-    def __init__(self, length: int = 8) -> None:
-        self._length = length
-        self._keys = count(KEYS_FROM)
-        self.calibration = Calibration()
-        self._chains: list[list[tuple[int, float]]] = []  # of the last guess: token, probability before calibration
+    How likely a copied token is depends on the length of the match and on what else followed it. A token that was right makes
+    the match longer, so a chain grows surer along its way.
+    """
+
+    def __init__(self, store: Store | None = None) -> None:
+        self._store = store
+        self._text = SuffixAutomaton(store.tokens if store is not None else ())
+        self._saved = self._start = len(self._text.tokens)  # what is in the store already; where the conversation begins
+        self._unread: list[int] = []  # of the conversation, not in the text yet
+        self._key = KEYS_FROM
+        self.record = Record(ONLY + MOSTLY + SOMETIMES)
+        self._chains: list[tuple[int, int, list[int]]] = []  # of the last guess: kind and length of the match, tokens
 
     def open(self, prompt: Sequence[int]) -> None:
-        self._tokens: list[int] = []
-        self._places: dict[tuple[int, ...], deque[int]] = {}
+        """The prompt is read with the first guess: the first token does not wait for it."""
+        self._read()
         self._chains = []
-        self._learn(prompt)
+        known = self._text.tokens[self._start :]
+        if not known or array("i", prompt[: len(known)]) != known:  # not the next turn of the same conversation
+            known = array("i")
+            self._begin()
+        self._unread = list(prompt[len(known) :])
+
+    def _read(self) -> None:
+        self._text.extend(self._unread)
+        self._unread = []
+
+    def _begin(self) -> None:
+        """A new conversation. Without a store the last one is forgotten."""
+        if self._store is None:
+            self._text = SuffixAutomaton()
+        elif len(self._text.tokens) > 2 * LIMIT:
+            self.close()
+            self._text = SuffixAutomaton(self._text.tokens[-LIMIT:])
+            self._saved = LIMIT
+        if self._text.tokens:
+            self._text.extend([SEPARATOR])
+        self._start = len(self._text.tokens)
 
     def commit(self, tokens: Sequence[int]) -> None:
         for chain in self._chains:
-            for (token, p), right in zip(chain, tokens, strict=False):
-                self.calibration.observe(p, token == right)
-                if token != right:
-                    break
+            self._judge(*chain, tokens)
         self._chains = []
-        self._learn(tokens)
+        self._unread += tokens
 
-    def _learn(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._tokens.append(token)
-            end = len(self._tokens)
-            for n in range(SHORTEST, min(LONGEST, end) + 1):
-                gram = tuple(self._tokens[end - n :])
-                self._places.setdefault(gram, deque(maxlen=CONTINUATIONS + 1)).append(end)
+    def _judge(self, kind: int, length: int, chain: Sequence[int], tokens: Sequence[int]) -> None:
+        for token, right in zip(chain, tokens, strict=False):
+            self.record.observe(kind + min(length, LENGTHS) - 1, token == right)
+            if token != right:
+                return
+            kind, length = 0, length + 1
 
-    def guess(self) -> list[Proposal]:
-        """Chains below the root, from the longest match first."""
-        self._chains = []
+    def guess(self, floor: float = 0.0) -> list[Proposal]:
+        """Chains below the root. None goes on where its path is less likely than `floor`."""
+        self._read()
+        floor = max(floor, FLOOR)
+        state, length = self._text.match
         found: list[Proposal] = []
-        starts: set[int] = set()
-        end = len(self._tokens)
-        for n in range(min(LONGEST, end), SHORTEST - 1, -1):
-            for place in reversed(self._places.get(tuple(self._tokens[end - n :]), ())):
-                if place < end and place not in starts and len(starts) < CONTINUATIONS:
-                    starts.add(place)
-                    found += self._chain(place, PRIOR[n])
+        if length > 0:
+            followers = self._text.followers(state)
+            total = sum(times for times, _, _ in followers)
+            for times, place, _ in followers[:CHAINS]:
+                kind = 0 if len(followers) == 1 else LENGTHS if 2 * times > total else 2 * LENGTHS
+                chain = self._chain(found, place, kind, length, floor)
+                self._chains.append((kind, length, chain))
         return found
 
-    def _chain(self, place: int, p: float) -> list[Proposal]:
-        parent = -(len(self._tokens) - 1)
-        chain = []
-        said = []
-        for token in self._tokens[place : place + self._length]:
-            key = next(self._keys)
-            chain.append(Proposal(key, parent, token, self.calibration(p), Source.LOOKUP))
-            said.append((token, p))
-            parent, p = key, min(0.95, p + 0.1)  # each right guess makes the next likelier
-        self._chains.append(said)
+    def _chain(self, found: list[Proposal], place: int, kind: int, length: int, floor: float) -> list[int]:
+        """Copy from a place. Returns the tokens."""
+        text, chances, key, source, make = self._text.tokens, self.record.chances, self._key, Source.LOOKUP, Proposal._make
+        chain = text[place : place + LONGEST].tolist()
+        while len(chain) < LONGEST:  # at the end of the text it goes on with the copy itself
+            chain += chain[: LONGEST - len(chain)]
+        parent, path = self._start + 1 - len(text), 1.0
+        for token in chain:
+            p = chances[kind + (length if length < LENGTHS else LENGTHS) - 1]
+            path *= p
+            if path < floor or token == SEPARATOR:
+                break
+            key += 1
+            found.append(make((key, parent, token, p, source)))
+            parent, kind, length = key, 0, length + 1
+        del chain[key - self._key :]
+        self._key = key
         return chain
+
+    def close(self) -> None:
+        """Save what the store does not have yet."""
+        if self._store is not None:
+            self._read()
+            self._store.save(self._text.tokens[self._saved :])
+            self._saved = len(self._text.tokens)

@@ -12,6 +12,9 @@ from duodecoding.sampling import Guess, Sampler
 from duodecoding.tree import Node, Proposal, TokenTree
 from duodecoding.types import SamplingParams, Source
 
+# To pass a guess on costs as much for a faint one as for a good one. It must be this likely, or the path that it ends must be;
+# but one that has a fair chance once its path has come true is kept.
+FAINT, FAINT_PATH, FAIR = 0.005, 0.002, 0.1
 MAX_EXPANDED = 96  # live nodes with KV cells of their own; bounds the sequences a draft must keep apart
 
 
@@ -56,9 +59,13 @@ class ModelDrafter:
         for node, guesses in zip(leaves, self._guesses(leaves), strict=True):
             node.expanded = True
             self._expanded[node.key] = node
-            for guess in guesses[: self._growth.branching]:
-                proposal = Proposal(next(self._keys), node.key, guess.token, self.calibration(guess.p), Source.MODEL)
-                self._said[proposal.key] = guess.p
+            least = min(FAIR, max(FAINT, FAINT_PATH / self._tree.probability(node)))
+            for token, p in guesses[: self._growth.branching]:
+                if p < least and node.children:
+                    break  # they come best first
+                key = next(self._keys)
+                proposal = Proposal(key, node.key, token, self.calibration(p), Source.MODEL)
+                self._said[key] = p
                 self._tree.add(proposal)
                 grown.append(proposal)
         return grown
@@ -67,7 +74,7 @@ class ModelDrafter:
         work = [Leaf(n.key, n.parent.key if n.parent is not None else None, n.token, n.position) for n in leaves]
         rows = self._draft.expand(work)
         found = [
-            self._sampler.guesses(row, node.position + 1, self._growth.branching, node.path(self._tree.root))
+            self._sampler.guesses(row, node.position + 1, self._growth.branching, node.path(self._tree.root), self._draft.token_ids)
             for node, row in zip(leaves, rows, strict=True)
         ]
         return [[guess for guess in guesses if guess.token < self._vocab_limit] for guesses in found]

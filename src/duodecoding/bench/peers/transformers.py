@@ -1,0 +1,167 @@
+"""transformers' own `generate` as a peer: eager, with a static cache and compiled, assisted by the draft, with prompt lookup.
+
+Where our target is a torch model, the peer's is a plain transformers model on the same memory: our backend may have joined and
+replaced its layers, so a second set of modules refers to the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from duodecoding.bench.peers import Contender, Ground, Said
+from duodecoding.errors import BackendMissing
+from duodecoding.types import SamplingParams
+
+LOOKUP_TOKENS = 10  # transformers' own advice for prompt lookup
+
+
+def create(kind: str, ground: Ground) -> Contender:
+    name = "transformers" if kind == "eager" else f"transformers-{kind}"
+    for package in ("torch", "transformers", *(["gguf"] if _needs_gguf(kind, ground) else [])):
+        if find_spec(package) is None:
+            raise BackendMissing(f"{name} is left out", f"{package} is not installed")
+    if kind == "assisted" and ground.draft_file is None:
+        raise BackendMissing(f"{name} is left out", "there is no draft model")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if "model" not in ground.loaded:
+        ground.loaded["model"] = _model(ground)
+    model = ground.loaded["model"]
+    options: dict[str, Any] = {}
+    if kind == "compiled":
+        if model.device.type == "cpu":
+            raise BackendMissing(f"{name} is left out", "transformers compiles on a GPU only")
+        options["cache_implementation"] = "static"
+    elif kind == "assisted" and ground.draft_file is not None:
+        options["assistant_model"] = read_gguf(ground.draft_file, model.device, model.dtype)
+    elif kind == "lookup":
+        options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+    peer = TransformersPeer(name, model, sorted(ground.target.vocabulary.end_tokens), ground.per_task, options)
+    if kind == "compiled":
+        peer.warm(ground.target.context)
+    return peer
+
+
+def _needs_gguf(kind: str, ground: Ground) -> bool:
+    return kind == "assisted" or (not hasattr(ground.target, "_runner") and ground.target_file.suffix == ".gguf")
+
+
+def _model(ground: Ground) -> Any:
+    runner = getattr(ground.target, "_runner", None)  # of the torch backend
+    if runner is not None:
+        return twin(runner.model)
+    from duodecoding.backends import torch_model
+
+    device = torch_model.choose_device(ground.config.device)
+    dtype = torch_model.choose_dtype(ground.config.dtype, device)
+    if ground.target_file.is_file():
+        return read_gguf(ground.target_file, device, dtype)
+    from transformers import AutoModelForCausalLM
+
+    return _ready(AutoModelForCausalLM.from_pretrained(str(ground.target_file), dtype=dtype, local_files_only=True).to(device))
+
+
+def read_gguf(path: Path, device: Any, dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
+        model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=dtype, local_files_only=True)
+    return _ready(model.to(device))
+
+
+def _ready(model: Any) -> Any:
+    return model.eval().requires_grad_(False)
+
+
+def twin(model: Any) -> Any:
+    """A transformers model as it comes, on the weights of one that our backend may have changed."""
+    import torch
+
+    from duodecoding.backends.torch_fast import Part, RowLinear
+
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        plain = type(model)(config)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".joint." not in name}
+    for name, module in model.named_modules():
+        joint, rows = (module.joint, slice(module.start, module.end)) if isinstance(module, Part) else (module, slice(None))
+        if isinstance(joint, RowLinear) and not name.endswith(".joint"):
+            weights[f"{name}.weight"] = joint.weight[rows]
+            if joint.bias is not None:
+                weights[f"{name}.bias"] = joint.bias[rows]
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()
+    for name, buffer in model.named_buffers():  # such as rotary frequencies, which no file holds
+        place, _, leaf = name.rpartition(".")
+        plain.get_submodule(place)._buffers[leaf] = buffer
+    return _ready(plain)
+
+
+class _Clock:
+    """A streamer that notes when the first token came, and how many came with it. The prompt comes before."""
+
+    def __init__(self) -> None:
+        self.calls, self.first, self.came_with_first = 0, 0.0, 1
+
+    def put(self, value: Any) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self.first, self.came_with_first = time.perf_counter(), int(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+class TransformersPeer:
+    def __init__(self, name: str, model: Any, end_tokens: list[int], per_task: int, options: dict[str, Any]) -> None:
+        self.name, self.per_task = name, per_task
+        self._model, self._end_tokens, self._options = model, end_tokens, options
+
+    def warm(self, context: int) -> None:
+        """Once at full length: a static cache that grows later is compiled for again."""
+        self.answer([0] * (context - 8), SamplingParams(max_tokens=4))
+
+    def answer(self, prompt: Sequence[int], params: SamplingParams) -> Said:
+        import torch
+
+        sampling: dict[str, Any] = {"do_sample": False}
+        if not params.greedy:
+            sampling = {"do_sample": True, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+            torch.manual_seed(params.seed)
+        clock, start = _Clock(), time.perf_counter()
+        ids = torch.tensor([list(prompt)], device=self._model.device)
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=params.max_tokens,
+            eos_token_id=self._end_tokens or None,
+            pad_token_id=self._end_tokens[0] if self._end_tokens else 0,
+            streamer=clock,
+            **sampling,
+            **self._options,
+        )
+        tokens = out[0, len(prompt) :].tolist()
+        seconds = time.perf_counter() - start
+        end = next((i for i, token in enumerate(tokens) if token in self._end_tokens), None)
+        return {
+            "tokens": tokens if end is None else tokens[: end + 1],
+            "finish": "length" if end is None else "stop",
+            "seconds": seconds,
+            "ttft_seconds": clock.first - start,
+            "first_tokens": clock.came_with_first,
+        }
+
+    def abort(self) -> None:
+        """`generate` has no way to; the answer ends by itself."""
+
+    def close(self) -> None:
+        self._model, self._options = None, {}
