@@ -160,4 +160,4 @@ def test_measured_rounds_become_a_profile():
     assert made.target_prompt == pytest.approx(0.0992 / 4096, rel=1e-3)
     assert made.draft.points == load_profile("h200-7b").draft.points  # measured elsewhere, and kept
     assert "Big One" in made.about
-    assert "draft step: a 4-layer" in made.about
+    assert "draft step: the embedded draft" in made.about

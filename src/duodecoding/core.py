@@ -133,7 +133,7 @@ class DuoCore:
         """Guesses less likely than this are not worth making."""
         if self._costs is None or self._config.mode not in (Mode.SERIAL, Mode.DUO):
             return 0.0
-        return least_chance(self._costs.verify_curve(self.tree.position))
+        return least_chance(self._costs.round_curve(self.tree.position))
 
     def step(self, outlook: Outlook | None = None) -> Expand | Verify | Wait | None:
         """What to do now; None: the answer is complete. `outlook`: what a draft beside the target is doing; None: nothing."""
@@ -167,15 +167,15 @@ class DuoCore:
             last = self.tree.position + self._room - 1
             nodes = [node for node in nodes if node.position <= last]
         if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
-            verify = self._costs.verify_curve(self.tree.position)
+            verify = self._costs.round_curve(self.tree.position)
             chances = self.tree.probabilities(nodes)
             count = how_many_nodes(chances, verify)
             return nodes[:count], sum(chances[:count])
         return nodes, 0.0
 
-    def _verify_cost(self, tokens: int) -> float:
+    def _round_cost(self, tokens: int) -> float:
         assert self._costs is not None
-        return self._costs.verify_cost(tokens, self.tree.position)
+        return self._costs.round_curve(self.tree.position)(tokens)
 
     def _worthwhile_delay(self, nodes: Sequence[Node], expected: float, outlook: Outlook) -> float | None:
         """How long the draft's next useful guesses take, if they bring more than that."""
@@ -190,7 +190,7 @@ class DuoCore:
         chances = self.tree.probabilities
         free = [sum(chances(list(leaf.children.values()))) for leaf in coming]  # guessed already, by others than the draft
         more = sum(max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True))
-        now, then = self._verify_cost(1 + len(nodes)), self._verify_cost(1 + len(nodes) + 2 * len(coming))
+        now, then = self._round_cost(1 + len(nodes)), self._round_cost(1 + len(nodes) + 2 * len(coming))
         return delay if worth_waiting(expected, now, more, then, delay) else None
 
     def all_dead(self, leaves: Sequence[int]) -> bool:
@@ -214,7 +214,7 @@ class DuoCore:
         """The driver's report of a whole round, waits included; the off-switch judges by it."""
         if self._config.mode is not Mode.DUO or self._costs is None:
             return
-        plain, paused = self._verify_cost(1), not self._switch.on
+        plain, paused = self._round_cost(1), not self._switch.on
         self._switch.observe(tokens, seconds, plain)
         if paused and not (self._bare and self._free_switch.on):  # a plain pass says nothing about the guesses it had not
             self._free_switch.observe(tokens, seconds, plain)

@@ -69,6 +69,7 @@ class Profile:
     draft_prompt: float
     latency: float  # of a message, one way
     settings: Mapping[str, Any] = field(default_factory=dict)
+    host: CostCurve | None = None  # our own work between two passes, over tokens in a pass; None: nobody measured it
 
     def verify_at(self, context: int) -> CostCurve:
         """The curve of the nearest measured context, for observing into."""
@@ -79,6 +80,11 @@ class Profile:
         if len(self.verify) == 1:
             return next(iter(self.verify.values()))
         return lambda tokens: self.verify_cost(tokens, context)
+
+    def round_curve(self, context: int) -> Callable[[int], float]:
+        """The same of whole rounds, our own work included: what planning goes by."""
+        verify, host = self.verify_curve(context), self.host
+        return verify if host is None else lambda tokens: verify(tokens) + host(tokens)
 
     def verify_cost(self, tokens: int, context: int) -> float:
         if len(self.verify) == 1:
@@ -110,7 +116,8 @@ class Floor:
 
 def to_record(profile: Profile) -> dict[str, Any]:
     """A profile as plain JSON values."""
-    return {
+    host = {"host": {str(n): y for n, y in profile.host.points.items()}} if profile.host is not None else {}
+    return host | {
         "name": profile.name,
         "about": profile.about,
         "measured": profile.measured,
@@ -136,6 +143,7 @@ def from_record(record: Mapping[str, Any], *, where: str) -> Profile:
             draft_prompt=float(record["draft_prompt"]),
             latency=float(record["latency"]),
             settings=dict(record.get("settings", {})),
+            host=_curve(record["host"]) if "host" in record else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(

@@ -33,6 +33,7 @@ Message = Mapping[str, str]
 Progress = Callable[[str, float], None]  # what is being done, share done
 LoadTarget = Callable[[Path, EngineConfig, Progress], Target]
 FEWEST_CORES = 4  # for two models on one CPU at the same time
+MOST_DRAFT_THREADS = 12  # of a small model more threads only wait for each other (benchmarks/results/draft_shapes_xeon.json)
 BRIDGED = "through text, the vocabularies differ"
 OVERLAPPING = (Mode.LOCKSTEP, Mode.DUO)  # the draft works beside the target, in a process of its own
 
@@ -277,7 +278,7 @@ def share_threads(config: EngineConfig) -> EngineConfig:
 
     cores = physical_cores()
     if config.gpu_layers != 0:
-        return replace(config, threads=1, threads_draft=max(1, cores - 1))
+        return replace(config, threads=1, threads_draft=max(1, min(cores - 2, MOST_DRAFT_THREADS)))
     draft = max(1, cores // 4)
     return replace(config, threads=max(1, cores - draft), threads_draft=draft)
 

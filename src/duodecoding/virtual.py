@@ -237,6 +237,8 @@ class Simulation:
         self.now += cost
         self.tally.target_busy += cost
         self.tally.first_token = self.tally.first_token or self.now
+        if self.profile.host is not None:
+            self.now += self.profile.host(1 + len(work.nodes))
 
     def _commit(self, core: DuoCore, work: Verify) -> list[int]:
         """The pass's verdict enters the answer."""
