@@ -23,6 +23,7 @@ INFO: dict[str, Any] = {
     "context": 4096,
     "defaults": {"temperature": 0.0, "top_p": 1.0, "max_tokens": 512, "seed": 0},
 }
+ANSWER = "Hello there, you and you too again."  # what HELLO says
 Round = Sequence[tuple[str, str]]  # tokens with their sources
 HELLO: list[Round] = [
     [("Hello", "target")],
@@ -166,3 +167,15 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
     return Handler
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def ask_and_wait(page: Any, text: str) -> Any:
+    """The last answer, finished."""
+    ask(page, text)
+    page.locator(".answer").last.locator("footer button").first.wait_for()
+    return page.locator(".answer").last
