@@ -20,6 +20,7 @@ from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, 
 
 FIRST_COVERAGE = 0.8  # chance that a node's guessed children hold the right token, before anything is known
 COVERAGE_RATE = 0.05
+PRICES_HOLD = 8  # rounds
 
 # The target's token after node i of a pass (ROOT: after the root). Asked only along the accepted path.
 Choose = Callable[[int], Choice]
@@ -114,6 +115,8 @@ class DuoCore:
         self._costs, self._switch, self._free_switch = costs, switch or Switch(), free_switch or Switch()
         self._coverage = FIRST_COVERAGE
         self._bare = True  # the last round
+        self._known_prices: list[float] = []
+        self._priced_until = 0
 
     def _steps_per_round(self) -> int:
         return self._config.draft_length if self._takes_turns else 0
@@ -167,15 +170,19 @@ class DuoCore:
             last = self.tree.position + self._room - 1
             nodes = [node for node in nodes if node.position <= last]
         if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
-            verify = self._costs.round_curve(self.tree.position)
             chances = self.tree.probabilities(nodes)
-            count = how_many_nodes(chances, verify)
+            count = how_many_nodes(chances, self._prices().__getitem__)
             return nodes[:count], sum(chances[:count])
         return nodes, 0.0
 
-    def _round_cost(self, tokens: int) -> float:
-        assert self._costs is not None
-        return self._costs.round_curve(self.tree.position)(tokens)
+    def _prices(self) -> list[float]:
+        """What rounds cost here, by tokens in a pass. Curves change little by little, so not looked up in every round."""
+        if not self._known_prices or self.rounds >= self._priced_until:
+            assert self._costs is not None
+            most = 2 + self._config.max_nodes + 2 * self._config.draft_width
+            self._known_prices = list(map(self._costs.round_curve(self.tree.position), range(most)))
+            self._priced_until = self.rounds + PRICES_HOLD
+        return self._known_prices
 
     def _worthwhile_delay(self, nodes: Sequence[Node], expected: float, outlook: Outlook) -> float | None:
         """How long the draft's next useful guesses take, if they bring more than that."""
@@ -190,7 +197,7 @@ class DuoCore:
         chances = self.tree.probabilities
         free = [sum(chances(list(leaf.children.values()))) for leaf in coming]  # guessed already, by others than the draft
         more = sum(max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True))
-        now, then = self._round_cost(1 + len(nodes)), self._round_cost(1 + len(nodes) + 2 * len(coming))
+        now, then = self._prices()[1 + len(nodes)], self._prices()[1 + len(nodes) + 2 * len(coming)]
         return delay if worth_waiting(expected, now, more, then, delay) else None
 
     def all_dead(self, leaves: Sequence[int]) -> bool:
@@ -214,7 +221,7 @@ class DuoCore:
         """The driver's report of a whole round, waits included; the off-switch judges by it."""
         if self._config.mode is not Mode.DUO or self._costs is None:
             return
-        plain, paused = self._round_cost(1), not self._switch.on
+        plain, paused = self._prices()[1], not self._switch.on
         self._switch.observe(tokens, seconds, plain)
         if paused and not (self._bare and self._free_switch.on):  # a plain pass says nothing about the guesses it had not
             self._free_switch.observe(tokens, seconds, plain)

@@ -79,7 +79,12 @@ class Profile:
         """Costs at one context, for asking often."""
         if len(self.verify) == 1:
             return next(iter(self.verify.values()))
-        return lambda tokens: self.verify_cost(tokens, context)
+        contexts = sorted(self.verify)
+        i = min(max(bisect_left(contexts, context), 1), len(contexts) - 1)
+        low, high = contexts[i - 1], contexts[i]
+        share = max(0.0, (context - low) / (high - low))
+        a, b = self.verify[low], self.verify[high]
+        return lambda tokens: max(a(tokens) + (b(tokens) - a(tokens)) * share, 1e-9)
 
     def round_curve(self, context: int) -> Callable[[int], float]:
         """The same of whole rounds, our own work included: what planning goes by."""
@@ -87,14 +92,7 @@ class Profile:
         return verify if host is None else lambda tokens: verify(tokens) + host(tokens)
 
     def verify_cost(self, tokens: int, context: int) -> float:
-        if len(self.verify) == 1:
-            return next(iter(self.verify.values()))(tokens)
-        contexts = sorted(self.verify)
-        i = min(max(bisect_left(contexts, context), 1), len(contexts) - 1)
-        low, high = contexts[i - 1], contexts[i]
-        share = max(0.0, (context - low) / (high - low))
-        a, b = self.verify[low](tokens), self.verify[high](tokens)
-        return max(a + (b - a) * share, 1e-9)
+        return self.verify_curve(context)(tokens)
 
 
 @dataclass(frozen=True, slots=True)

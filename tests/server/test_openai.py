@@ -43,7 +43,8 @@ def test_a_chat(client):
 
 
 def test_a_stream_says_the_same(client):
-    with client.chat.completions.create(model="target", messages=HELLO, stream=True) as stream:
+    guessing = {"duo": {"mode": "chain"}}  # whatever it costs
+    with client.chat.completions.create(model="target", messages=HELLO, stream=True, extra_body=guessing) as stream:
         chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected()
     assert chunks[0].choices[0].delta.role == "assistant"
