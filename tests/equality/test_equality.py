@@ -151,7 +151,7 @@ def close(loaded: Models, request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="module")
 def whole(model_path: Path, poor_draft: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
     threads = int(os.environ.get("DUO_THREADS", "0")) or max(1, physical_cores() - 1)  # one core for the worker
-    config = EngineConfig(ctx_size=2048, threads=threads)
+    config = EngineConfig(ctx_size=2048, threads=threads, max_nodes=16)  # larger trees take a CPU half a second a pass
     loaded = load(model_path, poor_draft, WHOLE, config)
     yield loaded
     close(loaded, request)
