@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -328,7 +329,12 @@ def test_an_answer_starts_cold_in_target_and_draft(pair):
         prompt = [0, 5, 7, 8, 9, 4]
         for _ in range(3):
             assert engine.answer(prompt, PARAMS)["reused_tokens"] == 0
-        assert [p for _, p in opened] == [[1], prompt] * 3
+        found = [p for _, p in opened]
+        if mode is Mode.SERIAL:
+            assert found == [[1], prompt] * 3
+        # A worker may be too late for a whole answer, but what it opens it opens cold.
+        assert prompt in found
+        assert all(before == [1] for before, now in pairwise([[], *found]) if now == prompt)
         assert engine.llm.generate(prompt, PARAMS).stats.reused_tokens > 0  # what happens without
         forget(engine.llm)
         assert engine.llm.generate(prompt, PARAMS).stats.reused_tokens == 0
