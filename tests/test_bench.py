@@ -332,8 +332,8 @@ def test_an_answer_starts_cold_in_target_and_draft(pair):
         found = [p for _, p in opened]
         if mode is Mode.SERIAL:
             assert found == [[1], prompt] * 3
-        # A worker may be too late for a whole answer, but what it opens it opens cold.
-        assert prompt in found
+        # A worker may be too late for whole answers, but what it opens it opens cold.
+        assert found[0] == [1]
         assert all(before == [1] for before, now in pairwise([[], *found]) if now == prompt)
         assert engine.llm.generate(prompt, PARAMS).stats.reused_tokens > 0  # what happens without
         forget(engine.llm)
