@@ -12,7 +12,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from conftest import SMALL
 
 from duodecoding.backends import load_draft, read_vocabulary
 from duodecoding.backends.base import Leaf
@@ -29,6 +28,8 @@ from duodecoding.distill.generate import Generator, Job  # noqa: E402
 from duodecoding.distill.model import attend_within, enter, leave, pack  # noqa: E402
 from duodecoding.distill.pipeline import Options, Run, own_prompts  # noqa: E402
 from duodecoding.distill.recipes import SHARES, Recipes, Text  # noqa: E402
+
+SMALL = EngineConfig(ctx_size=1024, threads=1)
 
 CPU, F32, VOCAB = torch.device("cpu"), torch.float32, 800
 QUICK = train.Settings(steps=30, tokens=1024, rate=4e-3, warmup=5, mean=0.9, evaluate_every=1e9, checkpoint_every=1e9)

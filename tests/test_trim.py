@@ -10,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import tinymodels
-from conftest import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,8 +25,10 @@ from duodecoding.errors import DuoError, ModelUnreadable, VocabularyMismatch
 from duodecoding.realtime import Drafters
 from duodecoding.sampling import Sampler
 from duodecoding.text import check_pair
-from duodecoding.types import Mode
+from duodecoding.types import EngineConfig, Mode
 from duodecoding.virtual import Recording
+
+SMALL = EngineConfig(ctx_size=1024, threads=1)
 
 LAYERS, KEPT, LEAST = 2, 20_000, 1000
 Read = tuple[export.Shape, export.Weights, list[export.Field]]

@@ -90,7 +90,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise ApiError(400, f"the content type is {kind[:100]!r}; send Content-Type: application/json")
     too_large = ApiError(413, f"the body is larger than the {limit} bytes allowed", code="body_too_large")
     announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > DRAIN * limit:
+    if announced.isdecimal() and int(announced) > limit:
         raise too_large
     try:
         async with asyncio.timeout(BODY_SECONDS):
