@@ -28,6 +28,7 @@ from duodecoding.distill.generate import Generator, Job  # noqa: E402
 from duodecoding.distill.model import attend_within, enter, leave, pack  # noqa: E402
 from duodecoding.distill.pipeline import Options, Run, own_prompts  # noqa: E402
 from duodecoding.distill.recipes import SHARES, Recipes, Text  # noqa: E402
+from duodecoding.types import EngineConfig  # noqa: E402
 
 SMALL = EngineConfig(ctx_size=1024, threads=1)
 
