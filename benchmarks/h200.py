@@ -35,6 +35,7 @@ from duodecoding.types import EngineConfig, Mode, SamplingParams
 CONTEXT = 1984  # with 64 rows of a pass it fills 2,048 slots
 ROWS = 64
 SHAPES = ("7b", "13b", "32b")
+RIVALS = (Mode.CHAIN, Mode.SERIAL, Mode.LOCKSTEP)
 # Seconds, for estimates only. A plain token: benchmarks/results/h200_verify_*.json (13b between them); building and capturing:
 # seen in earlier runs; speed-ups: docs/results.md, virtual time; what peers take for a token: eager passes of h200_verify.
 PLAIN = {"7b": 0.0046, "13b": 0.0085, "32b": 0.0185}
@@ -63,6 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", default=[], help=f"all, or some of {', '.join(peers.PEERS)}; greedy steps only")
     parser.add_argument("--per-task", type=int, default=10)
     parser.add_argument("--peer-per-task", type=int, default=1, help="eager transformers is slow")
+    parser.add_argument("--rival-per-task", type=int, default=0, help="for chain, serial and lockstep; 0: like off and duo")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--tune", type=int, default=0, help="questions for the best settings of chain and serial")
     parser.add_argument("--chain", type=int, default=0, help="length of a chain, found elsewhere (duo simulate)")
@@ -96,7 +98,8 @@ def plan(options: argparse.Namespace, temperature: float) -> Plan:
     rivals = [] if temperature else list(peers.PEERS) if options.peers == ["all"] else options.peers
     peers.check(rivals)
     modes = [Mode(name) for name in options.modes]
-    return Plan(config, questions, params, modes, rivals, 1, options.tune, options.peer_per_task, given)
+    fewer = {str(mode): options.rival_per_task for mode in modes if mode in RIVALS and options.rival_per_task}
+    return Plan(config, questions, params, modes, rivals, 1, options.tune, options.peer_per_task, given, fewer)
 
 
 def estimate(shape: str, plan: Plan, answered: int, ready: float) -> dict[str, float]:
@@ -104,12 +107,15 @@ def estimate(shape: str, plan: Plan, answered: int, ready: float) -> dict[str, f
     turns = sum(len(question.turns) for question in plan.questions)
     few = sum(len(question.turns) for question in order.first_of(plan.questions, plan.peer_per_task))
     token = PLAIN[shape] * plan.params.max_tokens * MEAN_SHARE
-    modes = {str(mode): turns * token / GAINS[mode] for mode in plan.all_modes}
+    share = {
+        mode: len(order.first_of(plan.questions, plan.mode_per_task.get(mode, 0))) / len(plan.questions) for mode in plan.all_modes
+    }
+    modes = {str(mode): share[mode] * turns * token / GAINS[mode] for mode in plan.all_modes}
     tuning = plan.tune * 12 * 64 * PLAIN[shape] / 1.3
     rivals = {
         name: few * PEER.get(name, 0.1) * plan.params.max_tokens * MEAN_SHARE + PEER_READY.get(name, 2.0) for name in plan.peers
     }
-    left = max(0.0, 1 - answered / (turns * len(plan.all_modes)))
+    left = max(0.0, 1 - answered / (turns * sum(share.values())))
     return {"getting ready": ready, "tuning": tuning, **{name: seconds * left for name, seconds in modes.items()}, **rivals}
 
 

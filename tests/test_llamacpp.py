@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +16,10 @@ import tinymodels
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends import load_draft, load_target, read_vocabulary, scripted
 from duodecoding.backends.base import Leaf, Target
-from duodecoding.backends.llamacpp import MAX_SEQUENCES, LlamaDraft, LlamaTarget, paths_of
+from duodecoding.backends.llamacpp import DRAFT_SEQUENCES, MAX_SEQUENCES, LlamaDraft, LlamaTarget, paths_of
 from duodecoding.core import walk
 from duodecoding.drafters.growth import BestFirst
-from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafters.model import MAX_EXPANDED, ModelDrafter
 from duodecoding.errors import Interrupted, ModelUnreadable, UsageError
 from duodecoding.realtime import Drafters
 from duodecoding.tree import ROOT, PassNode
@@ -363,7 +364,7 @@ def test_a_draft_grows_and_commits_along_the_right_histories(draft: LlamaDraft, 
     drafter = ModelDrafter(draft)
     drafter.open(prompt, SamplingParams(temperature=1.5, seed=2), BestFirst(3))
     committed = list(prompt)
-    for _ in range(6):
+    for _ in range(12):
         for _ in range(dice.randrange(1, 4)):
             leaves = drafter.next_leaves()
             histories = [committed + node.path(drafter._tree.root) for node in leaves]
@@ -378,9 +379,53 @@ def test_a_draft_grows_and_commits_along_the_right_histories(draft: LlamaDraft, 
         while node.children and dice.random() < 0.7:
             node = dice.choice(list(node.children.values()))
             tokens.append(node.token)
-        tokens.append(dice.randrange(1000))
+        if not tokens or dice.random() < 0.4:
+            tokens.append(dice.randrange(1000))
         drafter.commit(tokens)
         committed += tokens
+        assert_sequences_hold_what_they_should(draft)
+
+
+def test_a_step_that_was_stopped_leaves_no_trace(draft: LlamaDraft, reference: LlamaTarget) -> None:
+    """The root's own step, and one with a fork."""
+    flag = mmap.mmap(-1, mmap.PAGESIZE)
+    draft.stop_on(flag)
+    prompt = tokens_of(draft, 20)  # type: ignore[arg-type]
+    draft.open(prompt)
+    steps = [[Leaf(-19, None, prompt[-1], 19)], [Leaf(1, -19, 5, 20)], [Leaf(2, 1, 6, 21), Leaf(3, -19, 7, 20)]]
+    histories = [[[]], [[5]], [[5, 6], [7]]]
+    for leaves, ends in zip(steps, histories, strict=True):
+        flag[0] = 1
+        with pytest.raises(Interrupted):
+            draft.expand(leaves)
+        flag[0] = 0
+        assert_sequences_hold_what_they_should(draft)
+        for row, end in zip(draft.expand(leaves), ends, strict=True):
+            assert alike(row, linear(reference, [*prompt, *end], [])[0])
+        assert_sequences_hold_what_they_should(draft)
+
+
+def test_the_root_need_not_be_the_first_leaf(draft: LlamaDraft, reference: LlamaTarget) -> None:
+    prompt = tokens_of(draft, 20)  # type: ignore[arg-type]
+    draft.open(prompt)
+    draft.expand([Leaf(-19, None, prompt[-1], 19)])
+    draft.commit([5], [], [])
+    rows = draft.expand([Leaf(1, -20, 6, 21), Leaf(-20, None, 5, 20)])
+    for row, end in zip(rows, ([5, 6], [5]), strict=True):
+        assert alike(row, linear(reference, [*prompt, *end], [])[0])
+
+
+def test_there_is_a_sequence_for_every_path() -> None:
+    assert DRAFT_SEQUENCES >= MAX_EXPANDED + 1
+
+
+def assert_sequences_hold_what_they_should(draft: LlamaDraft) -> None:
+    """A path in use reaches to its end; one that is free names committed tokens only, those that it is said to."""
+    memory = draft._context.memory
+    ends = draft._end | draft._free
+    assert sorted(ends) == list(range(DRAFT_SEQUENCES))
+    assert max(draft._free.values()) <= draft._cached
+    assert {sequence: 1 + C.llama_memory_seq_pos_max(memory, sequence) for sequence in ends} == ends
 
 
 def test_a_draft_keeps_the_common_prefix(draft: LlamaDraft, reference: LlamaTarget) -> None:

@@ -108,6 +108,28 @@ def test_a_useless_draft_is_probed_less_and_less():
     assert switch.pauses < 16
 
 
+@pytest.mark.parametrize("slower", [1.01, 1.2, 1.5, 2.0, 4.0])
+def test_a_useless_draft_costs_little_although_every_answer_is_a_new_chance(slower):
+    switch = Switch()
+    spent = []
+    for _ in range(60):
+        switch.new_answer()
+        spent.append(play(switch, 96, lambda i: 1, lambda i: slower))
+    assert sum(spent[10:]) / len(spent[10:]) <= 1.03
+
+
+def test_a_draft_that_is_good_for_the_next_answer_is_found_soon():
+    switch = Switch()
+    play(switch, 4000, lambda i: 1, lambda i: 1.5)
+    assert not switch.on
+    waited = 0
+    switch.new_answer()
+    while not switch.on:
+        switch.observe(1, 1.0, plain=1.0)
+        waited += 1
+    assert waited <= 96
+
+
 @given(st.integers(0, 1000))
 def test_a_good_draft_is_never_paused(seed):
     chance = random.Random(seed)

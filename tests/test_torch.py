@@ -153,7 +153,7 @@ def test_a_tree_gives_the_logits_of_plain_text(family: str) -> None:
     logits = runner.decode(Rows(20, [text[20], wrong, text[21], 5, text[22]], [ROOT, 0, 0, 1, 2]))
     for row, position in ((0, 20), (2, 21), (4, 22)):
         assert torch.allclose(logits[row], plain[position], atol=1e-3)
-    runner.slots.move([22, 24], [21, 22])  # the accepted path to its linear place
+    runner.slots.plan([(22, 21), (24, 22)])  # the accepted path to its linear place
     logits = runner.decode(Rows(23, [text[23], wrong, text[24]], [ROOT, 0, 0]))
     assert torch.allclose(logits[2], plain[24], atol=1e-3)
     assert float(plain.std()) > 0.05  # not all the same anyway

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from worlds import World, configs, parameters, said, worlds
 
 from duodecoding import LLM, SamplingParams, worker
 from duodecoding.backends import scripted
-from duodecoding.backends.base import Conversation
+from duodecoding.backends.base import Conversation, Target
 from duodecoding.backends.llamacpp import LlamaTarget
 from duodecoding.cli.main import main as cli
 from duodecoding.core import Choose
@@ -30,7 +32,7 @@ from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import Interrupted, UsageError
 from duodecoding.planner import Switch
-from duodecoding.realtime import Drafters
+from duodecoding.realtime import Drafters, Pace, guessed_costs
 from duodecoding.remote import RemoteDrafter, connect
 from duodecoding.tree import PassNode
 from duodecoding.types import EngineConfig, Mode, Source
@@ -352,6 +354,54 @@ def test_the_draft_reads_the_prompt_while_the_target_does(mode: Mode) -> None:
 
     with engine(Patient(WORLD.target(), 0.0), in_thread(draft), EngineConfig(mode=mode)) as llm:
         assert llm.generate(list(WORLD.prompt), PARAMS).token_ids == World(context=200).plain(PARAMS).token_ids
+
+
+class Beside(SlowTarget):
+    """Its passes run beside the engine and end when they are waited for. Notes what happens."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target, 0.0)
+        self.notes: list[str] = []
+
+    def open(self, prompt: Sequence[int], params: SamplingParams) -> Conversation:
+        conversation = super().open(prompt, params)
+        self.overlaps = True
+        return conversation
+
+    def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
+        self.notes.append("begins")
+        return super().verify(work)
+
+    def finish(self) -> None:
+        self.notes.append("ends")
+
+
+@pytest.mark.parametrize("mode", BOTH)
+def test_the_first_token_goes_out_at_once_and_others_while_the_next_pass_runs(mode: Mode) -> None:
+    target = Beside(WORLD.target())
+    with engine(target, in_thread(WORLD.draft()), EngineConfig(mode=mode)) as llm:
+        stream, told = llm.stream(list(WORLD.prompt), PARAMS), []
+        for tokens in stream.rounds():
+            target.notes.append("tokens")
+            told += [token.id for token in tokens]
+    assert told == World(context=200).plain(PARAMS).token_ids
+    assert target.notes[:4] == ["begins", "ends", "tokens", "begins"]
+    rest, passes = target.notes[3:-1], target.notes.count("begins") - 1
+    waits = rest.count("tokens") == passes - 1 and target.notes[-2:] == ["ends", "tokens"]
+    assert waits, "every round's tokens go out, the last after its pass"
+    ends = [i for i, note in enumerate(rest) if note == "ends"]
+    assert all("tokens" in rest[a:b] for a, b in pairwise(ends)), "no round's tokens are kept back for longer than one pass"
+
+
+def test_a_slow_reader_of_the_answer_is_not_taken_for_a_slow_target() -> None:
+    target = Beside(WORLD.target())
+    with engine(target, in_thread(WORLD.draft()), EngineConfig(mode=Mode.DUO)) as llm:
+        llm._pace = Pace(guessed_costs(on_gpu=True))
+        before = llm._pace.costs.verify_cost(1, 50)
+        for _ in llm.stream(list(WORLD.prompt), PARAMS).rounds():
+            time.sleep(0.015)
+        assert llm._pace.costs.verify_cost(1, 50) <= before
+        assert llm._pace.switch.pauses == 0
 
 
 def test_drafting_that_does_not_pay_is_paused_and_tried_again() -> None:

@@ -33,20 +33,29 @@ PATIENCE = 60.0  # seconds; how long a test waits for what must happen some time
 
 
 class SlowTarget:
-    """Another target whose passes now and then take their time."""
+    """Another target whose passes now and then take their time; in every other answer while the engine goes on."""
+
+    overlaps, weights_bytes = False, 0
 
     def __init__(self, target: Target, delay: float, seed: int = 0) -> None:
         self._target, self._delay, self._random = target, delay, random.Random(seed)
         self.vocabulary, self.context = target.vocabulary, target.context
         self.abort, self.close = target.abort, target.close
+        self._ends = 0.0
 
     def open(self, prompt: Sequence[int], params: SamplingParams) -> Conversation:
+        self.overlaps = not self.overlaps
         return self._target.open(prompt, params)
 
     def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
-        if self._random.random() < 0.5:
-            time.sleep(self._random.random() * self._delay)
+        slow = self._random.random() < 0.5
+        self._ends = time.monotonic() + (self._random.random() * self._delay if slow else 0.0)
+        if not self.overlaps:
+            self.finish()
         return self._target.verify(work)
+
+    def finish(self) -> None:
+        time.sleep(max(0.0, self._ends - time.monotonic()))
 
 
 class Eager(Pace):

@@ -20,7 +20,7 @@ from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, 
 
 FIRST_COVERAGE = 0.8  # chance that a node's guessed children hold the right token, before anything is known
 COVERAGE_RATE = 0.05
-PRICES_HOLD = 8  # rounds
+PRICES_HOLD = 32  # rounds
 
 # The target's token after node i of a pass (ROOT: after the root). Asked only along the accepted path.
 Choose = Callable[[int], Choice]
@@ -113,6 +113,8 @@ class DuoCore:
         self._takes_turns = drafts and config.mode in (Mode.CHAIN, Mode.SERIAL)
         self._steps_left = self._steps_per_round()
         self._costs, self._switch, self._free_switch = costs, switch or Switch(), free_switch or Switch()
+        self._switch.new_answer()
+        self._free_switch.new_answer()
         self._coverage = FIRST_COVERAGE
         self._bare = True  # the last round
         self._known_prices: list[float] = []

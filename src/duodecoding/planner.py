@@ -84,7 +84,8 @@ class Switch:
     """Decision 4: is speculation worth it at all? Keeps an account of time lost and won against `off`, in tokens of `off`.
 
     A loss beyond the limit pauses drafting; gains are remembered only so far, so an old success does not pay for a long loss.
-    Each failed probe doubles the pause: a useless draft costs `limit` tokens once and then a vanishing share.
+    Each failed probe doubles the pause: a useless draft costs `limit` tokens once and then a vanishing share. A new answer may be
+    about something else, so it does not wait for the end of a long pause.
     """
 
     limit: float = 3.0  # tokens lost before the first pause
@@ -97,6 +98,11 @@ class Switch:
     _lost: float = 0.0
     _pause: int = 0  # length of the last pause; 0: none, or trusted again since
     _pause_left: int = 0
+    _paid: float = 0.0  # tokens lost when it was last paused
+
+    def new_answer(self) -> None:
+        """So long a pause that one more probe like the last costs a sixtieth."""
+        self._pause_left = min(self._pause_left, max(self.shortest_pause, round(60 * self._paid)))
 
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
         """A round gave `tokens` in `seconds`; a token in `off` takes `plain`."""
@@ -107,7 +113,7 @@ class Switch:
         self._lost = max(self._lost + seconds / plain - tokens, -self.memory)
         if self._lost > (self.probe_limit if self._pause else self.limit):
             self._pause = self._pause_left = min(max(self.shortest_pause, 2 * self._pause), self.longest_pause)
-            self._lost = 0.0
+            self._paid, self._lost = self._lost, 0.0
             self.on = False
             self.pauses += 1
         elif self._lost < -self.limit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from duodecoding.backends.base import Conversation, Target
 from duodecoding.core import Choose, Committed, DuoCore, Verify, Wait, walk
@@ -26,7 +27,9 @@ from duodecoding.wire import GrowBestFirst, GrowChains, GrowthPlan, Nodes
 LEAF_FLOOR = 0.003  # leaves less likely than this are not worth a draft step
 WAIT_SLACK = 1.5  # of the time that guesses were expected in, then go on without
 WAIT_LEAST = 0.0005  # seconds; a sleeping process needs some to wake up
+OWN_WORK = {1: 1e-4, 8: 3e-4, 64: 8e-4}  # seconds between two passes, by tokens of a pass, until rounds tell better
 SHORTEST = 1e-7  # seconds; a cost is never nothing
+LISTEN = 0.85  # of a pass; then only its end is waited for
 BARRIER_SLACK = 4.0  # lockstep: of the target's pass, and at least:
 BARRIER_LEAST = 0.25  # seconds
 
@@ -42,7 +45,8 @@ class Meter:
     draft_busy: float = 0.0
     waited: float = 0.0  # the target, for guesses
     rounds: int = 0
-    last_pass: tuple[float, float] = (0.0, 0.0)
+    pass_began: float = 0.0
+    pass_ended: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
 
     def finish(self) -> None:
@@ -101,6 +105,8 @@ class Pace:
         """From a measured profile, from the target's curves alone, or from nothing."""
         guess = guessed_costs(on_gpu)
         self.costs = costs or (replace(guess, verify=verify) if verify else guess)
+        if self.costs.host is None:
+            self.costs = replace(self.costs, host=CostCurve(OWN_WORK))
         self._guessed_target, self._guessed_draft = costs is None and not verify, costs is None
         self.switch, self.free_switch = Switch(), Switch()
 
@@ -114,6 +120,11 @@ class Pace:
             curve.observe(tokens, seconds)
         if seconds < curve(1):  # with or without a draft beside it: a plain pass does not take longer than this one
             curve.observe(1, seconds)
+
+    def between(self, tokens: int, seconds: float) -> None:
+        """Our own work around a pass over so many tokens took so long."""
+        if self.costs.host is not None:
+            self.costs.host.observe(tokens, max(seconds, SHORTEST))
 
     def draft_step(self, width: int, seconds: float) -> None:
         seconds = max(seconds, SHORTEST)
@@ -166,7 +177,8 @@ def take_turns(
             draft_step(core, drafters, meter)
             continue
         root = core.tree.position
-        choose, seconds = target_pass(target, conversation, work, meter)
+        choose = begin_pass(target, conversation, work, meter)
+        seconds = end_pass(target, meter)
         gained = target_verdict(core, conversation, work, choose, meter)
         if core.uses_drafts and meter.rounds > 1:  # the first pass read the prompt
             pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
@@ -211,30 +223,48 @@ def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:
         core.draft_exhausted()
 
 
-def target_pass(target: Target, conversation: Conversation, work: Verify, meter: Meter) -> tuple[Choose, float]:
-    start = time.perf_counter()
-    choose = target.verify([(conversation, work.guesses)])[0]
-    seconds = time.perf_counter() - start
+def begin_pass(target: Target, conversation: Conversation, work: Verify, meter: Meter) -> Choose:
+    meter.pass_began = time.perf_counter()
+    return target.verify([(conversation, work.guesses)])[0]
+
+
+def end_pass(target: Target, meter: Meter) -> float:
+    """Wait for the pass. Seconds that it took."""
+    target.finish()
+    meter.pass_ended = time.perf_counter()
+    seconds = meter.pass_ended - meter.pass_began
     meter.target_busy += seconds
-    meter.last_pass = (start, start + seconds)
     meter.rounds += 1
-    return choose, seconds
+    return seconds
 
 
 def target_verdict(core: DuoCore, conversation: Conversation, work: Verify, choose: Choose, meter: Meter) -> list[Committed]:
-    start = time.perf_counter()
     gained = core.verdict_arrived(work, walk(work.guesses, choose))
     conversation.commit([committed.token for committed in gained])
-    now = time.perf_counter()
+    now, began, ended = time.perf_counter(), meter.pass_began, meter.pass_ended
     if meter.first_token is None:
         meter.first_token = now
     if meter.rounds > 1:
-        meter.timeline.span(Lane.TARGET, Did.PASS, *meter.last_pass, nodes=1 + len(work.nodes), gained=len(gained))
+        meter.timeline.span(Lane.TARGET, Did.PASS, began, ended, nodes=1 + len(work.nodes), gained=len(gained))
     else:
-        meter.timeline.span(Lane.TARGET, Did.PROMPT, *meter.last_pass, tokens=len(conversation.tokens) - len(gained))
+        meter.timeline.span(Lane.TARGET, Did.PROMPT, began, ended, tokens=len(conversation.tokens) - len(gained))
     meter.timeline.mark(Lane.TARGET, Did.COMMIT, now, gained=len(gained))
-    meter.target_busy += now - start
+    meter.target_busy += now - ended
     return gained
+
+
+class Lesson(NamedTuple):
+    """What there is to learn from a round."""
+
+    guesses: int
+    gained: int
+    pass_seconds: float
+    seconds: float  # of the whole round
+    between: float  # our own work in it
+    context: int
+    alone: bool  # the draft was at rest
+    verified: bool  # a pass over guesses, not over the prompt
+    judged: bool  # it says something about the worth of drafting
 
 
 class Overlap:
@@ -258,6 +288,9 @@ class Overlap:
         self._clock = DraftClock(pace.costs.draft, pace.costs.latency)
         self._began = 0.0  # the running draft step, as far as we know
         self._quiet = False  # waited for in vain; not again before it speaks
+        self._ended = time.perf_counter()  # the last round
+        self._waited_before = 0.0  # by the end of the last round
+        self._lesson: Lesson | None = None
 
     def rounds(self) -> Iterator[list[Committed]]:
         """The tokens of each round. However it ends, the worker is left at rest."""
@@ -267,30 +300,70 @@ class Overlap:
             self._remote.pause()
 
     def _rounds(self) -> Iterator[list[Committed]]:
-        ended = time.monotonic()
+        """Where passes run by themselves, a round's tokens go out while the next one runs; the first token goes out at once."""
+        gained: list[Committed] = []  # not handed out yet
         while (work := self._core.step(self._outlook())) is not None:
+            if isinstance(work, Verify):
+                choose = begin_pass(self._target, self._conversation, work, self._meter)
+                if gained:
+                    yield gained
+                gained = self._round(work, choose, in_time=self._beside(work))
+            if gained and (isinstance(work, Wait) or self._meter.rounds == 1 or not self._target.overlaps):
+                start = time.perf_counter()
+                yield gained
+                gained, self._ended = [], self._ended + time.perf_counter() - start  # the reader's time is not the round's
             if isinstance(work, Wait):
                 self._wait(work.seconds)
                 recycle(self._core, self._free)
-            elif isinstance(work, Verify):
-                gained = self._round(work)
-                if self._remote.keeps_up or not self._core.drafting:  # a round without a draft says nothing about its worth
-                    self._core.round_took(len(gained), time.monotonic() - ended)
-                yield gained
-                ended = time.monotonic()
+            else:
                 guess_for_free(self._core, self._free)
+        if gained:
+            yield gained
+        self._learn()
 
-    def _round(self, work: Verify) -> list[Committed]:
-        root, alone = self._core.tree.position, self._remote.at_rest
-        choose, seconds = target_pass(self._target, self._conversation, work, self._meter)
+    def _beside(self, work: Verify) -> bool:
+        """While the pass runs: learn from the last round, and take guesses that come. False: whoever reads the answer kept us for
+        longer than that, and nobody saw the pass end."""
+        if not self._target.overlaps:
+            return True
+        self._learn()
+        end = self._meter.pass_began + LISTEN * self._pace.costs.verify_cost(1 + len(work.nodes), self._core.tree.position)
+        in_time = time.perf_counter() < end
+        while (left := end - time.perf_counter()) > 0 and self._take(left):
+            pass
+        return in_time
+
+    def _round(self, work: Verify, choose: Choose, *, in_time: bool) -> list[Committed]:
+        core, meter = self._core, self._meter
+        context, alone = core.tree.position, self._remote.at_rest
+        seconds = end_pass(self._target, meter)
         self._take()
-        if self._lockstep and self._meter.rounds > 1:  # the first token waits for nobody
-            self._barrier(root, seconds)
-        gained = target_verdict(self._core, self._conversation, work, choose, self._meter)
+        if self._lockstep and meter.rounds > 1:  # the first token waits for nobody
+            self._barrier(context, seconds)
+        gained = target_verdict(core, self._conversation, work, choose, meter)
         self._commit([committed.token for committed in gained])
-        if self._meter.rounds > 1:  # the first pass read the prompt
-            self._pace.target_pass(1 + len(work.nodes), seconds, root, alone=alone)
+        began, self._ended = self._ended, time.perf_counter()
+        if in_time:
+            worth = self._remote.keeps_up or not core.drafting  # a round without a draft says nothing about its worth
+            read = meter.rounds > 1  # the first pass read the prompt
+            whole, waited = self._ended - began, meter.waited - self._waited_before
+            between = whole - waited - seconds
+            self._lesson = Lesson(len(work.nodes), len(gained), seconds, whole, between, context, alone, read, worth)
+        self._waited_before = meter.waited
+        if not self._target.overlaps:
+            self._learn()
         return gained
+
+    def _learn(self) -> None:
+        """From the last round: what passes cost, and whether drafting pays."""
+        lesson, self._lesson = self._lesson, None
+        if lesson is None:
+            return
+        if lesson.verified:
+            self._pace.target_pass(1 + lesson.guesses, lesson.pass_seconds, lesson.context, alone=lesson.alone)
+            self._pace.between(1 + lesson.guesses, lesson.between)
+        if lesson.judged:
+            self._core.round_took(lesson.gained, lesson.seconds)
 
     def _commit(self, tokens: Sequence[int]) -> None:
         """Tell the worker first, it may be waiting; then see what it has to say."""

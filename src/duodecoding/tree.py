@@ -16,6 +16,7 @@ from typing import NamedTuple
 from duodecoding.types import Source
 
 ROOT = -1
+SURER = 0.03  # a second opinion counts if it is that much higher (logarithm of a probability): all below the node has to be told
 
 
 class PassNode(NamedTuple):
@@ -108,7 +109,7 @@ class TokenTree:
         if node is None:
             node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source)
             self._push(node)
-        elif logp > node.logp:
+        elif logp > node.logp + SURER:
             self._raise(node, logp)
             node.source = source
         self._live[key] = node
@@ -200,12 +201,19 @@ class TokenTree:
 
     def _prune(self, passed: dict[int, int]) -> None:
         """Forget all but the live nodes and those just committed (`passed`: id of node -> position)."""
-        alive = {id(node) for node in self._below(self.root)}
-        for key, node in list(self._live.items()):
-            if id(node) not in alive:
-                del self._live[key]
-                if id(node) in passed:
-                    self._passed[key] = passed[id(node)]
+        alive: set[int] = set()
+        stack = [self.root]
+        while stack:
+            below = stack.pop().children.values()
+            alive.update(map(id, below))
+            stack += below
+        known, self._live = self._live, {}
+        for key, node in known.items():
+            name = id(node)
+            if name in alive:
+                self._live[key] = node
+            elif name in passed:
+                self._passed[key] = passed[name]
         self._open = None
 
     def _push(self, node: Node) -> None:

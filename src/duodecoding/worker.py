@@ -190,7 +190,7 @@ class Session:
         return bool(leaves)
 
     def _tell(self, expanding: list[int], *, done: bool) -> None:
-        nodes: list[WireNode] = [(g.key, g.parent, g.token, g.p) for g in self._grown]
+        nodes: list[WireNode] = [proposal[:4] for proposal in self._grown]
         assert self._answer is not None
         now = time.monotonic()
         self._connection.send(Nodes(self._answer, nodes, self._width, self._seconds, self._root, now, expanding, done))

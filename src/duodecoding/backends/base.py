@@ -52,6 +52,7 @@ class Target(Protocol):
     vocabulary: Vocabulary
     context: int  # most tokens a conversation may have
     weights_bytes: int  # that a pass reads; 0: not known
+    overlaps: bool  # does `verify` return while the pass still runs, on a processor of its own?
 
     def open(self, prompt: Sequence[int], params: SamplingParams) -> Conversation:
         """Start an answer. Nothing is computed yet: the first pass reads the prompt."""
@@ -59,6 +60,10 @@ class Target(Protocol):
 
     def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
         """One pass over each conversation's root and guesses (and committed tokens not read so far)."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the pass that `verify` began has ended."""
         ...
 
     def abort(self) -> None:

@@ -32,6 +32,7 @@ from duodecoding.types import SamplingParams
 BATCH = 512  # tokens per llama_decode at most
 TREE_ROOM = 256  # cells beyond the context, for guesses
 MAX_SEQUENCES = 128  # paths that one tree can have; llama.cpp allows 256
+DRAFT_SEQUENCES = 97  # those of a draft: a node that is expanded, or the trunk, ends each. Every one costs time in every pass
 TYPE_F16, TYPE_BF16 = 1, 30
 ABORTED = 2  # llama_decode's return value
 LOG_ERROR = 4
@@ -39,6 +40,8 @@ LOG_ERROR = 4
 SAME_ALONE = frozenset({2, 3, 7, 8, 9, 14, 15, 16, 17, 18})
 
 _log_tail: list[str] = []
+# As a number, not as an object that points there.
+_address_of_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(ctypes.cast(C.llama_get_logits, ctypes.c_void_p).value or 0)
 
 
 @C.llama_log_callback  # type: ignore[untyped-decorator]
@@ -170,11 +173,11 @@ class LlamaModel:
 class _Context:
     """A llama_context with one unified KV cache, and a batch whose arrays numpy can fill."""
 
-    def __init__(self, model: LlamaModel, context: int, threads: int, *, exact: bool) -> None:
+    def __init__(self, model: LlamaModel, context: int, threads: int, *, exact: bool, sequences: int = MAX_SEQUENCES) -> None:
         params = C.llama_context_default_params()
         params.n_ctx = context + TREE_ROOM
         params.n_batch = params.n_ubatch = BATCH
-        params.n_seq_max = MAX_SEQUENCES
+        params.n_seq_max = sequences
         params.kv_unified = True
         params.n_threads = params.n_threads_batch = threads or physical_cores()
         params.flash_attn_type = C.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -190,8 +193,8 @@ class _Context:
             )
         self.memory = C.llama_get_memory(self.handle)
         self.vocab_size = model.vocabulary.rows
-        self._reads = model.trim.stand_ins if model.trim is not None else None
-        self._views: dict[tuple[int, int], Row] = {}  # of the logits, by their address and the number of outputs
+        self._reads = model.trim.stand_ins.tolist() if model.trim is not None else None
+        self._views: dict[tuple[int, int], tuple[Row, list[Row]]] = {}  # of the logits, by their address and the number of outputs
         self._stop: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(2)
         self._set_abort_callback()
         self._make_batch()
@@ -229,13 +232,23 @@ class _Context:
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]], outputs: int) -> None:
         """One pass. Logits are kept for the last `outputs` tokens."""
-        n = len(tokens)
-        self._tokens[:n] = tokens if self._reads is None else self._reads[np.asarray(tokens)]
-        self._positions[:n] = positions
         for i, ids in enumerate(sequences):
             self._counts[i] = len(ids)
             self._sequences[i, : len(ids)] = ids
-        self._outputs[:n] = 0
+        self._decode(tokens, positions, outputs)
+
+    def decode_apart(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: int) -> None:
+        """The same where each token is in one sequence only."""
+        n = len(tokens)
+        self._counts[:n] = 1
+        self._sequences[:n, 0] = sequences
+        self._decode(tokens, positions, outputs)
+
+    def _decode(self, tokens: Sequence[int], positions: Sequence[int], outputs: int) -> None:
+        n, reads = len(tokens), self._reads
+        self._tokens[:n] = tokens if reads is None else [reads[token] for token in tokens]
+        self._positions[:n] = positions
+        self._outputs[: n - outputs] = 0
         self._outputs[n - outputs : n] = 1
         self._batch.n_tokens = n
         self._n_outputs = outputs
@@ -248,12 +261,20 @@ class _Context:
 
     def logits(self) -> Row:
         """The kept logits, (outputs, vocab). A view: the next pass overwrites it."""
+        return self._view()[0]
+
+    def rows(self) -> list[Row]:
+        """The same by output. To make a view takes as long as to use it, so the list is kept: leave it as it is."""
+        return self._view()[1]
+
+    def _view(self) -> tuple[Row, list[Row]]:
         count = self._n_outputs
-        address = ctypes.addressof(C.llama_get_logits(self.handle).contents)
+        address = _address_of_logits(self.handle)
         view = self._views.get((address, count))
         if view is None:  # llama.cpp moves its buffer only to enlarge it
             flat = (ctypes.c_float * (count * self.vocab_size)).from_address(address)
-            view = self._views[address, count] = np.ctypeslib.as_array(flat).reshape(count, self.vocab_size)
+            rows: Row = np.ctypeslib.as_array(flat).reshape(count, self.vocab_size)
+            view = self._views[address, count] = rows, list(rows)
         return view
 
     def abort(self) -> None:
@@ -262,10 +283,11 @@ class _Context:
     def clear_abort(self) -> None:
         self._stop[0] = b"\0"
 
-    def copy(self, source: int, to: int, end: int) -> None:
-        C.llama_memory_seq_cp(self.memory, source, to, -1, end)
+    def copy(self, source: int, to: int, end: int, start: int = -1) -> None:
+        C.llama_memory_seq_cp(self.memory, source, to, start, end)
 
     def cut(self, sequence: int, start: int) -> None:
+        """-1: every sequence, every position."""
         C.llama_memory_seq_rm(self.memory, sequence, start, -1)
 
     def keep_only(self, sequence: int) -> None:
@@ -337,6 +359,8 @@ class LlamaConversation:
 
 class LlamaTarget:
     """The model whose answer it is. One conversation at a time owns the KV cache; another one takes over what they share."""
+
+    overlaps = False
 
     def __init__(self, model: LlamaModel, *, context: int, threads: int = 0, keep_bytes: int = 0) -> None:
         """`keep_bytes`: memory for the caches of conversations that lost their place to another."""
@@ -456,6 +480,9 @@ class LlamaTarget:
         if alone:
             self._context.cut(1, -1)
 
+    def finish(self) -> None:
+        pass
+
     def abort(self) -> None:
         self._context.abort()
 
@@ -465,7 +492,11 @@ class LlamaTarget:
 
 
 class LlamaDraft:
-    """The model that guesses. Every path of expanded nodes has a sequence; a fork copies the cells' names, not the cells."""
+    """The model that guesses. Every path of expanded nodes has a sequence; a fork copies the cells' names, not the cells.
+
+    To name a cell takes a tenth of a microsecond, and a context has thousands: a path that dies keeps its names in the context,
+    and whoever takes over its sequence copies the rest.
+    """
 
     def __init__(self, model: LlamaModel, *, context: int, threads: int = 0, exact: bool = False) -> None:
         """`exact`: guesses do not depend on the order of the work. Nothing but virtual time's reproducibility needs that."""
@@ -474,26 +505,27 @@ class LlamaDraft:
         self.vocabulary: Vocabulary = model.vocabulary
         self.token_ids = model.trim.token_ids if model.trim is not None else None
         self.context = _usable_context(model, context)
-        self._context = _Context(model, self.context, threads, exact=exact)
+        self._context = _Context(model, self.context, threads, exact=exact, sequences=DRAFT_SEQUENCES)
         self._tokens: list[int] = []
         self._cached = 0  # committed tokens in the KV cache
         self._trunk = 0  # the sequence that holds them
         self._sequence: dict[int, int] = {}  # expanded node -> its path's sequence
         self._end = {self._trunk: 0}  # sequence -> position behind its last cell
-        self._free = list(range(1, MAX_SEQUENCES))
+        self._free = dict.fromkeys(range(1, DRAFT_SEQUENCES), 0)  # sequence -> how many committed tokens it holds nevertheless
 
     def open(self, prompt: Sequence[int]) -> None:
         self._cached = min(_common(self._tokens[: self._cached], prompt), len(prompt) - 1)
         self._tokens = list(prompt)
         self._sequence.clear()
-        self._drop_sequences()
+        self._drop_sequences(self._cached)
+        self._free = {sequence: min(held, self._cached) for sequence, held in self._free.items()}
 
     def read(self) -> bool:
         start = self._cached
         chunk = self._tokens[start : min(start + BATCH // 2, len(self._tokens) - 1)]
         if not chunk:
             return False
-        self._context.decode(chunk, range(start, start + len(chunk)), [(self._trunk,)] * len(chunk), outputs=0)
+        self._context.decode_apart(chunk, range(start, start + len(chunk)), [self._trunk] * len(chunk), outputs=0)
         self._cached += len(chunk)
         self._end[self._trunk] = self._cached
         return self._cached < len(self._tokens) - 1
@@ -504,7 +536,7 @@ class LlamaDraft:
             pass
         for begin in range(start, len(tokens), BATCH // 2):
             chunk = tokens[begin : begin + BATCH // 2]
-            self._context.decode(chunk, range(begin, begin + len(chunk)), [(self._trunk,)] * len(chunk), outputs=len(chunk))
+            self._context.decode_apart(chunk, range(begin, begin + len(chunk)), [self._trunk] * len(chunk), outputs=len(chunk))
             self._tokens, self._cached = list(tokens[: begin + len(chunk)]), begin + len(chunk)
             yield self._context.logits()
 
@@ -517,63 +549,71 @@ class LlamaDraft:
         before = self._cached, dict(self._sequence), dict(self._end)
         tokens: list[int] = []
         positions: list[int] = []
-        sequences: list[tuple[int]] = []
-        ordered = sorted(leaves, key=lambda leaf: leaf.parent is not None)  # the root's tokens first: outputs stay at the end
-        for leaf in ordered:
-            if leaf.parent is None:
-                new, sequence, start = self._tokens[self._cached :], self._trunk, self._cached
-                self._cached = len(self._tokens)
-            else:
-                new, sequence, start = [leaf.token], self._place(leaf, leaf.parent), leaf.position
-            self._sequence[leaf.key] = sequence
-            self._end[sequence] = start + len(new)
-            tokens += new
-            positions += range(start, start + len(new))
-            sequences += [(sequence,)] * len(new)
+        sequences: list[int] = []
+        root = next((i for i, leaf in enumerate(leaves) if leaf.parent is None), None)
+        if root is not None:  # its tokens come first: outputs stay at the end
+            tokens, positions = self._tokens[self._cached :], list(range(self._cached, len(self._tokens)))
+            sequences = [self._trunk] * len(tokens)
+            self._sequence[leaves[root].key] = self._trunk
+            self._cached = self._end[self._trunk] = len(self._tokens)
+        for key, parent, token, position in leaves:
+            if parent is not None:
+                self._sequence[key] = sequence = self._place(parent, position)
+                self._end[sequence] = position + 1
+                tokens.append(token)
+                positions.append(position)
+                sequences.append(sequence)
         try:
-            self._context.decode(tokens, positions, sequences, outputs=len(leaves))
+            self._context.decode_apart(tokens, positions, sequences, outputs=len(leaves))
         except Interrupted:
             self._undo(*before)
             raise
-        rows = self._context.logits()
-        row_of = {leaf.key: rows[i] for i, leaf in enumerate(ordered)}
-        return [row_of[leaf.key] for leaf in leaves]
+        rows = self._context.rows()
+        return [*rows[1 : root + 1], rows[0], *rows[root + 1 :]] if root else rows
 
     def _undo(self, cached: int, sequence: dict[int, int], end: dict[int, int]) -> None:
         """Back to before a step that was broken off."""
-        self._free += set(self._end) - set(end)
         for number in self._end:
-            self._context.cut(number, end.get(number, -1))
+            self._context.cut(number, end.get(number, cached))
+        self._free |= dict.fromkeys(self._end.keys() - end, cached)
         self._cached, self._sequence, self._end = cached, sequence, end
 
-    def _place(self, leaf: Leaf, parent: int) -> int:
-        """The sequence for a node: its parent's if that ends there, else a new one forked off."""
+    def _place(self, parent: int, position: int) -> int:
+        """The sequence for a node at `position`: its parent's if that ends there, else a new one forked off."""
         sequence = self._sequence[parent]
-        if self._end[sequence] == leaf.position:
+        if self._end[sequence] == position:
             return sequence
-        fork = self._free.pop()
-        self._context.copy(sequence, fork, leaf.position)
+        fork, held = self._free.popitem()
+        self._context.copy(sequence, fork, position, held)
         return fork
 
     def commit(self, tokens: Sequence[int], path: Sequence[int], alive: Sequence[int]) -> None:
+        held = self._cached  # by every path
         if path:
             self._trunk = self._sequence[path[-1]]
             self._cached += len(path)
         self._tokens.extend(tokens)
         kept = [*alive, path[-1]] if path and len(path) == len(tokens) else alive
         self._sequence = {key: self._sequence[key] for key in kept}
-        self._drop_sequences()
+        self._drop_sequences(held)
 
-    def _drop_sequences(self) -> None:
-        """Forget the paths that no expanded node is on. What lies behind the committed tokens of a bare trunk is dead too."""
+    def _drop_sequences(self, held: int) -> None:
+        """Forget the paths that no expanded node is on, but for the `held` committed tokens that each begins with. What lies behind
+        the committed tokens of a bare trunk is dead too."""
         used = set(self._sequence.values())
-        for sequence in set(self._end) - used - {self._trunk}:
-            self._context.cut(sequence, -1)
-            del self._end[sequence]
-            self._free.append(sequence)
+        dead = self._end.keys() - used - {self._trunk}
+        if not used and held == self._cached:
+            self._context.cut(-1, held)  # all at once
+        else:
+            for sequence in dead:
+                self._context.cut(sequence, held)
+            if self._trunk not in used:
+                self._context.cut(self._trunk, self._cached)
         if self._trunk not in used:
-            self._context.cut(self._trunk, self._cached)
             self._end[self._trunk] = self._cached
+        for sequence in dead:
+            del self._end[sequence]
+            self._free[sequence] = held
 
     def close(self) -> None:
         self._context.close()

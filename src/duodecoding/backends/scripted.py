@@ -118,6 +118,7 @@ class ScriptedTarget:
     """`strict`: hold the acceptance rule to account too. Without it only the answer can show that the rule is wrong."""
 
     weights_bytes = 0
+    overlaps = False
 
     def __init__(self, vocabulary: ScriptedVocabulary, script: Script, *, context: int = 256, strict: bool = True) -> None:
         self.vocabulary, self.context, self.strict = vocabulary, context, strict
@@ -169,6 +170,9 @@ class ScriptedTarget:
             return choice
 
         return choose
+
+    def finish(self) -> None:
+        pass
 
     def abort(self) -> None:
         self._aborted = True

@@ -93,6 +93,7 @@ class TorchTarget:
         self.weights_bytes = torch_model.weights_bytes(model)
         self._runner = Runner(model, self.context, rows, compile=compile, kernels=kernels)
         self._runner.slots.check = self._stop_if_asked
+        self.overlaps = self._runner.graphs
         self._chooser = Chooser(self._runner.device, vocabulary.size, graphs=self._runner.graphs)
         self._owner: TorchConversation | None = None
         self._shelf = Shelf(keep_bytes, self._save, self._runner.slots.load)
@@ -131,7 +132,7 @@ class TorchTarget:
             return
         moves = [(slot, to) for to, slot in enumerate(slots, end) if slot != to]
         if moves:
-            self._runner.slots.move([slot for slot, _ in moves], [to for _, to in moves])
+            self._runner.slots.plan(moves)
         conversation.cached += len(slots)
 
     def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
@@ -140,6 +141,7 @@ class TorchTarget:
         conversation, nodes = work[0]
         if not isinstance(conversation, TorchConversation):
             raise UsageError("this conversation belongs to another backend")
+        self.finish()  # one that nobody waited for still reads the buffers that this one fills
         self._attach(conversation)
         self._stop_if_asked()
         try:
@@ -204,6 +206,9 @@ class TorchTarget:
         apart = float((tree - plain).abs().max() / plain.abs().max())
         if not apart < TOLERANCE[self._runner.model.dtype]:
             raise ModelUnreadable("cannot serve this model", f"its logits in a tree are {apart:.1%} off those in plain text")
+
+    def finish(self) -> None:
+        self._chooser.finish()
 
     def abort(self) -> None:
         self._stopped = True

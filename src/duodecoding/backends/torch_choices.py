@@ -66,12 +66,19 @@ class Table:
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
 
-    def fetch(self) -> list[list[float]]:
-        """Wait for the results: the one synchronisation of a round."""
+    def send_back(self) -> None:
+        """Ask for the results, behind what the device is doing."""
         if self._done is not None:
             self._fetched.copy_(self.found, non_blocking=True)
             self._done.record()
+
+    def wait(self) -> None:
+        """For the results: the one synchronisation of a round."""
+        if self._done is not None:
             self._done.synchronize()
+
+    def results(self) -> list[list[float]]:
+        self.wait()
         values: list[list[float]] = self._fetched.tolist()
         return values
 
@@ -84,6 +91,7 @@ class Chooser:
         self._tables: dict[tuple[int, int], Table] = {}
         self._graphs: dict[tuple[Any, ...], Any] = {}
         self._voice: Voice | None = None
+        self._running: Table | None = None
         self._counts = torch.zeros(vocab, device=device)
         self._seen = torch.zeros(vocab, dtype=torch.bool, device=device)
         self._bias = torch.zeros(vocab, device=device)
@@ -114,7 +122,8 @@ class Chooser:
     ) -> Callable[[int], Choice]:
         """`logits` (rows or more, vocab); `positions` of the chosen tokens.
 
-        `stays`: the logits will be in the same place next time, so that a graph pays.
+        `stays`: the logits will be in the same place next time, so that a graph pays. Returns while the device still computes;
+        the first question waits for it, and must be asked before the next pass.
         """
         if voice is not self._voice:
             self.attach(voice)
@@ -124,16 +133,26 @@ class Chooser:
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = Table(*key, self._device)
-        table.fill(voice.params.seed, positions, path_of)
+        if voice.counts or not voice.params.greedy:  # else the device asks for nothing but the logits
+            table.fill(voice.params.seed, positions, path_of)
         self._run(logits, voice, table, stays=stays)
-        found = table.fetch()
+        table.send_back()
+        self._running = table
+        found: list[list[float]] = []
 
         def choice(i: int) -> Choice:
+            if not found:
+                found.extend(table.results())
             if found[2][i] or voice.sampler.needs_row:
                 return voice.sampler.choose(logits[i].cpu().numpy(), positions[i], path_of(i))
             return Choice(int(found[0][i]), found[1][i])
 
         return choice
+
+    def finish(self) -> None:
+        """Wait for the last pass's tokens."""
+        if self._running is not None:
+            self._running.wait()
 
     def _run(self, logits: torch.Tensor, voice: Voice, table: Table, *, stays: bool) -> None:
         if not (self._use_graphs and stays):
@@ -162,5 +181,6 @@ class Chooser:
         return graph
 
     def close(self) -> None:
+        self._running = None
         self._graphs.clear()
         self._tables.clear()

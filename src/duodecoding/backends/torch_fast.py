@@ -34,7 +34,8 @@ class RowLinear(nn.Module):
             return functional.linear(x, self.weight, self.bias).to(self.out or x.dtype)
         from duodecoding.backends.torch_kernels import linear
 
-        y = linear(flat, self.weight).sum(0)
+        parts = linear(flat, self.weight, self.bias is not None or self.out is not None)
+        y = parts.sum(0) if parts.shape[0] > 1 else parts[0]
         if self.bias is not None:
             y = y + self.bias
         return y.to(self.out or x.dtype).view(*x.shape[:-1], -1)

@@ -30,7 +30,7 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def _linear(x, w, out, rows, n, k, per_split, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[split] = x[:, part] @ w[:, part].T, float32. One program for N columns of one split."""
+    """out[split] = x[:, part] @ w[:, part].T. One program for N columns of one split."""
     column, split = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * M + tl.arange(0, M)
     col = column * N + tl.arange(0, N)
@@ -48,7 +48,7 @@ def _linear(x, w, out, rows, n, k, per_split, M: tl.constexpr, N: tl.constexpr, 
             b = tl.load(w_at + done, mask=(col < n)[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
         total = tl.dot(a, tl.trans(b), total)
     out_at = out + (split * rows + row[:, None]).to(tl.int64) * n + col[None, :]
-    tl.store(out_at, total, mask=(row < rows)[:, None] & (col < n)[None, :])
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (col < n)[None, :])
 
 
 @triton.jit
@@ -198,22 +198,25 @@ def linear_plan(n: int, k: int) -> tuple[int, int, int, int, int]:
 
 
 def _tile(rows: int, most: int) -> int:
-    """Rows of one program. None has 32: of passes over 32 rows, and of no others, some rows were not what they are alone."""
-    return TILE if rows <= TILE else min(max(64, triton.next_power_of_2(rows)), most)
+    """Rows of one program. None has 32: with those, and no others, some rows were not what they are alone."""
+    return TILE if rows <= 2 * TILE else min(max(64, triton.next_power_of_2(rows)), most)
 
 
 PLANS: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}  # measured ones; they override the rule
 
 
 @torch.library.custom_op("duodecoding::linear", mutates_args=())
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (rows, k), weight (n, k) -> the parts of the product, (splits, rows, n) float32: their sum is for the caller to fuse."""
+def linear(x: torch.Tensor, weight: torch.Tensor, exact: bool = True) -> torch.Tensor:
+    """x (rows, k), weight (n, k) -> the parts of the product, (splits, rows, n) float32: their sum is for the caller to fuse.
+
+    `exact`: not rounded; else a product of one part is, to what x is.
+    """
     rows, k = x.shape
     n = weight.shape[0]
     columns, inner, splits, warps, stages = PLANS.get((n, k)) or linear_plan(n, k)
     per_split = -(-k // (splits * inner)) * inner
     tile = _tile(rows, 128)
-    out = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
+    out = torch.empty((splits, rows, n), dtype=_kind(x, splits, exact), device=x.device)
     grid = (-(-rows // tile), -(-n // columns), splits)
     even = n % columns == 0 and per_split * splits == k
     sizes: dict[str, Any] = {"M": tile, "N": columns, "K": inner, "EVEN": even}
@@ -222,10 +225,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, exact: bool = True) -> torch.Tensor:
     n, k = weight.shape
     splits = (PLANS.get((n, k)) or linear_plan(n, k))[2]
-    return x.new_empty((splits, x.shape[0], n), dtype=torch.float32)
+    return x.new_empty((splits, x.shape[0], n), dtype=_kind(x, splits, exact))
+
+
+def _kind(x: torch.Tensor, splits: int, exact: bool) -> torch.dtype:
+    return torch.float32 if exact or splits > 1 else x.dtype
 
 
 @torch.library.custom_op("duodecoding::rms_norm", mutates_args=())

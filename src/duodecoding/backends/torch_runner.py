@@ -5,18 +5,20 @@ Knows tokens, positions, ancestors and slots; not conversations, not sampling.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from duodecoding.backends.torch_slots import CacheShape, Slots, tree_mask
+from duodecoding.tree import ROOT
 
-NODE_BUCKETS = (1, 8, 16, 64, 128)  # not 32: on a GPU its rows came out otherwise than one by one (benchmarks/h200_rows.py)
+NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a prompt in one pass
+MOVES = 8  # entries of the KV cache that a pass can move; more get a step of their own
 WARM_PASSES = 2  # before a capture: kernels are compiled, libraries set themselves up
 
 Progress = Callable[[str, float], None]
@@ -47,35 +49,40 @@ class Rows:
 
 
 class Inputs:
-    """The arguments of a pass in one device buffer, filled by one copy: tokens, positions and a table of the paths.
+    """The arguments of a pass in one device buffer, filled by one copy: tokens, positions, a table of the paths, and entries of the
+    KV cache to move first.
 
     A line of the table: slot of the first row, depth of this row, then its ancestors (row numbers) by depth, itself the last.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows = rows
-        self._host = torch.zeros((4 + rows, rows), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.moves_at_most = MOVES if rows > 1 else 0  # a plain pass seldom has any, and should cost nothing more
+        ends = 2 * rows + rows * (2 + rows)
+        self._host = torch.zeros(ends + 2 * self.moves_at_most, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host.to(device) if device.type == "cuda" else self._host
-        self._view, self._lines = self._host.numpy(), self._host.numpy()[2:].reshape(rows, 2 + rows)
-        self._numbers = np.arange(rows)
-        self.tokens, self.positions = self._device[0], self._device[1]
-        self.table = self._device[2:].view(rows, 2 + rows)
+        self._flat = memoryview(self._host.numpy())
+        self.tokens, self.positions = self._device[:rows], self._device[rows : 2 * rows]
+        self.table = self._device[2 * rows : ends].view(rows, 2 + rows)
+        self.moves = self._device[ends:].view(2, self.moves_at_most)  # from, to
 
-    def fill(self, rows: Rows) -> None:
-        """Rows beyond those given are padding: they hang beside the first row and nobody sees them."""
-        count, lines = len(rows.tokens), self._lines
-        depths = np.array(rows.depths)
-        self._view[0, :count], self._view[0, count:] = rows.tokens, rows.tokens[0]
-        self._view[1, :count], self._view[1, count:] = depths, 0
-        self._view[1] += rows.first
-        lines[:, 0] = rows.first
-        lines[:count, 1], lines[count:, 1] = depths, 0
-        lines[count:, 2] = self._numbers[count:]
-        lines[self._numbers[:count], 2 + depths] = self._numbers[:count]
-        parents = np.array(rows.parents)
-        for depth in range(1, int(depths.max()) + 1):  # a level at a time: trees are wide rather than deep
-            level = np.flatnonzero(depths == depth)
-            lines[level, 2 : 2 + depth] = lines[parents[level], 2 : 2 + depth]
+    def fill(self, rows: Rows, moves: Sequence[tuple[int, int]] = ()) -> None:
+        """Rows beyond those given are padding: they hang beside the first row and nobody sees them. So are moves of slot 0 to
+        itself."""
+        flat, size, first = self._flat, self.rows, rows.first
+        spare = size - len(rows.tokens)
+        flat[:size] = array("i", [*rows.tokens, *[rows.tokens[0]] * spare])
+        flat[size : 2 * size] = array("i", [*[first + depth for depth in rows.depths], *[first] * spare])
+        paths: list[list[int]] = []
+        at = 2 * size
+        for row, parent in enumerate([*rows.parents, *[ROOT] * spare]):
+            path = [*paths[parent], row] if parent >= 0 else [row]
+            paths.append(path)
+            flat[at : at + 2 + len(path)] = array("i", [first, len(path) - 1, *path])
+            at += 2 + size
+        if self.moves_at_most:
+            still = [0] * (self.moves_at_most - len(moves))
+            flat[at:] = array("i", [*[source for source, _ in moves], *still, *[to for _, to in moves], *still])
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
 
@@ -110,6 +117,7 @@ class Runner:
 
     def _read_chunk(self, tokens: Sequence[int], start: int) -> torch.Tensor:
         end = start + len(tokens)
+        self.slots.settle()
         ids = torch.tensor(tokens, dtype=torch.int32).to(self.device)
         places = torch.arange(start, end, device=self.device)
         return self._forward(ids, places, places, None, end, keep=1)
@@ -121,10 +129,12 @@ class Runner:
         inputs = self._inputs.get(count)
         if inputs is None:
             inputs = self._inputs[count] = Inputs(count, self.device)
-        inputs.fill(rows)
+        captured = self._captured.get((count, length))
+        once = captured is not None or not self.graphs  # a capture runs the pass several times
+        inputs.fill(rows, self.slots.moves_for(inputs.moves_at_most if once else 0))
         if not self.graphs:
             return self._step(inputs, length)
-        graph, logits = self._captured.get((count, length)) or self._capture(inputs, length)
+        graph, logits = captured or self._capture(inputs, length)
         graph.replay()
         return logits
 
@@ -134,6 +144,8 @@ class Runner:
         return next(n for n in self.node_buckets if n >= rows)
 
     def _step(self, inputs: Inputs, length: int) -> torch.Tensor:
+        if inputs.moves_at_most:
+            self.slots.move(inputs.moves)
         places = inputs.table[0, 0] + torch.arange(inputs.rows, device=self.device)
         table = self._fast is not None and self._fast.takes_table
         mask = inputs.table[None, None] if table else tree_mask(inputs.table, length)

@@ -2,7 +2,7 @@
 
 Committed token i lies in slot i, always. The rows of a pass (the root and its guesses) lie in the slots behind, in the order of
 the pass, and a mask shows each of them the committed tokens and its own ancestors. Accepting guesses moves their few entries to
-their linear place; everything else is overwritten by the next pass.
+their linear place, as the first thing in the next pass; everything else is overwritten by it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Slots:
         self.count = count
         self.slots = torch.zeros(1, dtype=torch.int64, device=device)  # of the rows of this pass
         self.length = count  # slots that attention looks at
+        self._moves: list[tuple[int, int]] = []  # to be made before the next pass
         self.check: Callable[[], None] | None = None  # called in every layer; may raise to stop the pass
 
     def update(
@@ -52,18 +53,38 @@ class Slots:
     def get_seq_length(self, *_args: Any) -> int:
         return 0
 
-    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
-        """Copy entries of all layers between slots; all are read before any is written."""
-        device = self._keys.device
-        places = torch.tensor([source, to], dtype=torch.int64).to(device)
+    def plan(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Entries that must lie elsewhere before the next pass looks at them: (from, to)."""
+        self.settle()
+        self._moves = list(moves)
+
+    def moves_for(self, room: int) -> list[tuple[int, int]]:
+        """The planned moves, for a pass that can make so many on its way; if there are more they are made now."""
+        if len(self._moves) > room:
+            self.settle()
+        moves, self._moves = self._moves, []
+        return moves
+
+    def settle(self) -> None:
+        """Make the planned moves now."""
+        if self._moves:
+            self.move(torch.tensor(list(zip(*self._moves, strict=True)), dtype=torch.int32).to(self._keys.device))
+            self._moves = []
+
+    @torch.no_grad()
+    def move(self, places: torch.Tensor) -> None:
+        """Copy entries of all layers between slots, from `places[0]` to `places[1]`; all are read before any is written."""
+        source, to = places.long()
         for buffers in (self._keys, self._values):
-            buffers.index_copy_(3, places[1], buffers.index_select(3, places[0]))
+            buffers.index_copy_(3, to, buffers.index_select(3, source))
 
     def save(self, count: int) -> torch.Tensor:
         """A copy of the first entries, in the memory of the CPU."""
+        self.settle()
         return torch.stack([self._keys[..., :count, :], self._values[..., :count, :]]).cpu()
 
     def load(self, state: torch.Tensor) -> None:
+        self._moves = []
         for buffers, part in zip((self._keys, self._values), state, strict=True):
             buffers[..., : part.shape[-2], :].copy_(part)
 

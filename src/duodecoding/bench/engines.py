@@ -35,10 +35,9 @@ SWEPT = (64, 600, 1200)  # tokens of context
 class Engine:
     """A mode of ours."""
 
-    per_task = 0
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.name = llm, str(llm.config.mode)
+    def __init__(self, llm: LLM, per_task: int = 0) -> None:
+        """`per_task`: questions of each task that it gets; 0: all."""
+        self.llm, self.name, self.per_task = llm, str(llm.config.mode), per_task
         self.timeline = Timeline()  # of the last answer
         self.abort, self.close = llm.abort, llm.close
 

@@ -54,6 +54,7 @@ class Plan:
     tune: int = 0  # questions to find the best settings of chain and serial with; 0: they stay as they are
     peer_per_task: int = 0  # questions of each task that peers get; 0: all
     settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of modes, found elsewhere
+    mode_per_task: Mapping[str, int] = field(default_factory=dict)  # questions of each task that some modes get, the others get all
 
     @property
     def all_modes(self) -> list[Mode]:
@@ -86,7 +87,7 @@ class Run:
     @property
     def complete(self) -> bool:
         """Is there nothing left to ask?"""
-        modes = [(str(mode), 0) for mode in self.plan.all_modes]
+        modes = [(str(mode), self.plan.mode_per_task.get(mode, 0)) for mode in self.plan.all_modes]
         peers = [(name, self.plan.peer_per_task) for name in self._peers()]
         return not any(self._left(*who, repeat) for who in modes + peers for repeat in range(self.plan.repeats))
 
@@ -123,7 +124,7 @@ class Run:
             settings = self.plan.settings.get(mode) or tuned.get(mode)
             llm = LLM.from_config(configured(self.plan.config, mode, settings), load_target=self._load)
             undo.callback(llm.close)
-            found[mode] = Engine(llm)
+            found[mode] = Engine(llm, self.plan.mode_per_task.get(mode, 0))
             if llm.drafters.remote is not None:
                 llm.drafters.remote.wait_ready(READY_SECONDS)
             self._warm(found[mode], llm.vocabulary)
@@ -185,8 +186,9 @@ class Run:
                 said[name] += (None if self.over else self._ask(engine, question, params, base.vocabulary)) or []
         speeds = {name: sum(by_question(found).values()) / len(questions) for name, found in said.items() if found}
         if self.over or not speeds:
-            return Engine(base)
+            return Engine(base, self.plan.mode_per_task.get(mode, 0))
         best = max(speeds, key=lambda name: speeds[name])
+        tried[best].per_task = self.plan.mode_per_task.get(mode, 0)
         asked = [f"{question.task} {question.id}" for question in questions]
         self.journal.note("tuned", mode=str(mode), chosen=choices[best], tokens_per_second=speeds, questions=asked)
         return tried[best]
@@ -320,6 +322,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "modes": [str(mode) for mode in plan.all_modes],
         "peers": list(plan.peers),
         "peer_per_task": plan.peer_per_task,
+        **({"mode_per_task": dict(plan.mode_per_task)} if plan.mode_per_task else {}),
         "questions": [f"{question.task} {question.id}" for question in plan.questions],
         "sampling": asdict(plan.params),
         "repeats": plan.repeats,

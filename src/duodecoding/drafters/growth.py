@@ -36,10 +36,10 @@ class BestFirst:
         best = tree.frontier(min(self._width, room))
         if self._cover > 0 and len(covered := tree.select(self._cover)) == self._cover:
             best = [node for node in best if node.logp > covered[-1].logp]
-        likely = [node for node in best if tree.probability(node) >= self._floor]
+        likely = [p for node in best if (p := tree.probability(node)) >= self._floor]  # they come best first
         if self._curve is None or len(likely) < 2:
-            return likely
-        return likely[: how_many_leaves([tree.probability(node) for node in likely], self._curve, self._width)]
+            return best[: len(likely)]
+        return best[: how_many_leaves(likely, self._curve, self._width)]
 
     def committed(self, tree: TokenTree) -> None:
         pass

@@ -25,6 +25,7 @@ class ModelDrafter:
         """`vocab_limit`: the target's vocabulary size, if smaller than the draft's."""
         self._draft = draft
         self._vocab_limit = vocab_limit or draft.vocabulary.size
+        self._knows_more = self._vocab_limit < draft.vocabulary.size
         self.calibration = Calibration()
 
     def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
@@ -56,28 +57,32 @@ class ModelDrafter:
     def grow(self, leaves: Sequence[Node]) -> list[Proposal]:
         """One draft step. Guesses come with calibrated probabilities."""
         grown: list[Proposal] = []
+        add, keys, said, calibrated, source = self._tree.add, self._keys, self._said, self.calibration, Source.MODEL
         for node, guesses in zip(leaves, self._guesses(leaves), strict=True):
             node.expanded = True
-            self._expanded[node.key] = node
+            parent, children = node.key, node.children
+            self._expanded[parent] = node
             least = min(FAIR, max(FAINT, FAINT_PATH / self._tree.probability(node)))
             for token, p in guesses[: self._growth.branching]:
-                if p < least and node.children:
+                if p < least and children:
                     break  # they come best first
-                key = next(self._keys)
-                proposal = Proposal(key, node.key, token, self.calibration(p), Source.MODEL)
-                self._said[key] = p
-                self._tree.add(proposal)
+                key = next(keys)
+                said[key] = p
+                proposal = Proposal(key, parent, token, calibrated(p), source)
+                add(proposal)
                 grown.append(proposal)
         return grown
 
     def _guesses(self, leaves: Sequence[Node]) -> list[list[Guess]]:
         work = [Leaf(n.key, n.parent.key if n.parent is not None else None, n.token, n.position) for n in leaves]
-        rows = self._draft.expand(work)
-        found = [
-            self._sampler.guesses(row, node.position + 1, self._growth.branching, node.path(self._tree.root), self._draft.token_ids)
-            for node, row in zip(leaves, rows, strict=True)
-        ]
-        return [[guess for guess in guesses if guess.token < self._vocab_limit] for guesses in found]
+        root = self._tree.root if self._sampler.needs_path else None
+        places = [(node.position + 1, node.path(root) if root is not None else ()) for node in leaves]
+        guesses, k, ids = self._sampler.guesses, self._growth.branching, self._draft.token_ids
+        rows = self._draft.expand(work)  # drives all else out of the CPU's caches: little is left to do behind it
+        found = [guesses(row, position, k, path, ids) for row, (position, path) in zip(rows, places, strict=True)]
+        if not self._knows_more:
+            return found
+        return [[guess for guess in some if guess.token < self._vocab_limit] for some in found]
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Re-root at the last of `tokens`; dead branches leave the KV cache. Every guess below a committed token is now judged."""
