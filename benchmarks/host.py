@@ -92,8 +92,7 @@ def main() -> None:
     config = EngineConfig(model=options.model, mode="duo", ctx_size=2048, threads=1, threads_draft=1)
     with LLM.from_config(config) as llm:
         target = Recording(llm.vocabulary, 2048, options.pass_ms / 1e3)
-        llm._target.close()
-        llm._target = target  # type: ignore[assignment]
+        real, llm._target = llm._target, target  # type: ignore[assignment]
         llm.use_costs(load_profile("h200-7b"))
         profile = cProfile.Profile()
         waits, per_round, guesses = [], [], []
@@ -111,6 +110,7 @@ def main() -> None:
                 per_round.append(sum(gap for _, gap in target.gaps) / len(target.gaps) - waits[-1])
                 guesses.append(sum(n for n, _ in target.gaps) / len(target.gaps))
                 print(f"{1e6 * per_round[-1]:.0f} us, {guesses[-1]:.1f} guesses, {stats.tokens_per_round:.2f} tokens a round")
+        llm._target = real
         if options.calls:
             pstats.Stats(profile).sort_stats("tottime").print_stats(options.calls)
     spread = common.spread([1e6 * seconds for seconds in per_round], 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import random
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from duodecoding.drafters.lookup import CHAINS, FLOOR, LONGEST, MOSTLY, ONLY, SO
 from duodecoding.drafters.record import Record
 from duodecoding.drafters.store import MAGIC, SEPARATOR, Store
 from duodecoding.errors import UsageError
-from duodecoding.tree import Proposal
+from duodecoding.tree import Proposal, TokenTree
 from duodecoding.types import Source
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60) | st.lists(st.sampled_from([(1, 2, 3), (1, 2, 4), (7,)]), max_size=30).map(
@@ -101,6 +102,30 @@ def chains(proposals: list[Proposal], root: int) -> list[list[int]]:
             assert proposal.parent == before.key
         found[-1].append(proposal.token)
     return found
+
+
+@given(st.lists(st.integers(1, 4), min_size=4, max_size=40), st.lists(st.integers(1, 4), min_size=1, max_size=30), st.randoms())
+def test_what_stands_in_the_tree_is_not_guessed_again(prompt: list[int], answer: list[int], chance: random.Random) -> None:
+    """Two drafters see the same answer; the trees that they grow hold the same guesses."""
+    drafters = LookupDrafter(), LookupDrafter()
+    trees = TokenTree(prompt), TokenTree(prompt)
+    for drafter in drafters:
+        drafter.open(prompt)
+    at = sent = saved = 0
+    while at < len(answer):
+        for drafter, tree, again in zip(drafters, trees, (True, False), strict=True):
+            proposals = drafter.guess(0.05, again=again)
+            sent, saved = (sent + len(proposals), saved) if again else (sent, saved + len(proposals))
+            for proposal in proposals:
+                tree.add(proposal)
+        guesses = [{tuple(node.path(tree.root)) for node in tree.select(999)} for tree in trees]
+        assert guesses[1] == guesses[0]
+        count = chance.randint(1, 3)
+        for drafter, tree in zip(drafters, trees, strict=True):
+            drafter.commit(answer[at : at + count])
+            tree.commit(answer[at : at + count])
+        at += count
+    assert saved <= sent
 
 
 def test_it_copies_what_followed() -> None:

@@ -208,7 +208,7 @@ def a_round(core: DuoCore, seconds: float, token: int = 7) -> Verify:
 
 
 def paused(free: Switch | None = None) -> DuoCore:
-    draft = Switch(on=False, _pause_left=1 << 30)
+    draft = Switch(on=False, _pause_left=1 << 30, _paid=1e9)
     costs = Profile("flat", "", True, {512: CostCurve({1: 1.0})}, CostCurve({1: 1.0}), 1e-3, 1e-3, 1e-5)
     return DuoCore(
         [1, 2], SamplingParams(max_tokens=4000), EngineConfig(), context=1 << 20, costs=costs, switch=draft, free_switch=free

@@ -27,7 +27,7 @@ from duodecoding.backends import load_draft, load_target, on_gpu, read_vocabular
 from duodecoding.backends.torch import TorchTarget  # noqa: E402
 from duodecoding.backends.torch_choices import Chooser, Voice  # noqa: E402
 from duodecoding.backends.torch_fast import Fast, RowLinear  # noqa: E402
-from duodecoding.backends.torch_runner import Inputs, Rows, Runner  # noqa: E402
+from duodecoding.backends.torch_runner import Inputs, Rows, Runner, Stretch  # noqa: E402
 from duodecoding.backends.torch_slots import ATTENTION, CacheShape, Slots, attention, tree_mask  # noqa: E402
 from duodecoding.backends.torch_text import TransformersVocabulary  # noqa: E402
 from duodecoding.bench.simulate import chat_tokens  # noqa: E402
@@ -157,6 +157,22 @@ def test_a_tree_gives_the_logits_of_plain_text(family: str) -> None:
     logits = runner.decode(Rows(23, [text[23], wrong, text[24]], [ROOT, 0, 0]))
     assert torch.allclose(logits[2], plain[24], atol=1e-3)
     assert float(plain.std()) > 0.05  # not all the same anyway
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_padded_to_a_size_is_the_prompt(family: str) -> None:
+    """What a GPU captures for prompts, run as it is."""
+    model, text = tiny(family), tokens(3, 50)
+    expected = Runner(model, 128, 16).read(text, 0)
+    runner = Runner(model, 128, 16)
+    runner.read(text[:11], 0)
+    stretch = Stretch(64, CPU)
+    stretch.fill(text[11:], 11)
+    assert torch.allclose(runner._stretch_step(stretch, 128), expected, atol=1e-3)
+    after = runner.decode(Rows(50, [7, 8], [ROOT, 0]))
+    plain = model(torch.tensor([[*text, 7, 8]]), use_cache=False).logits[0, -2:].float()
+    assert torch.allclose(after, plain, atol=1e-3)  # the padding left nothing that is seen
+    assert float(expected.std()) > 0.05
 
 
 def test_a_prompt_in_chunks_is_the_prompt_in_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ and when its guesses come decide how fast the answer is, never what it is: token
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice, pairwise
+from math import exp
 from typing import NamedTuple
 
 from duodecoding.costs import Profile
@@ -118,6 +120,7 @@ class DuoCore:
         self._coverage = FIRST_COVERAGE
         self._bare = True  # the last round
         self._known_prices: list[float] = []
+        self._cheapest = 0.0  # place in a pass
         self._priced_until = 0
 
     def _steps_per_round(self) -> int:
@@ -162,27 +165,39 @@ class DuoCore:
         config = self._config
         if not self.guessing:
             return [], 0.0
+        if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
+            return self._worthwhile()
         if config.mode is Mode.CHAIN:
             nodes = self.tree.likeliest_path(config.draft_length)
         elif config.mode is Mode.LOCKSTEP:
             nodes = self.tree.likeliest_path(config.max_nodes)
         else:
             nodes = self.tree.select(config.max_nodes)
-        if len(nodes) >= self._room:  # else none can be so deep
-            last = self.tree.position + self._room - 1
-            nodes = [node for node in nodes if node.position <= last]
-        if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
-            chances = self.tree.probabilities(nodes)
-            count = how_many_nodes(chances, self._prices().__getitem__)
-            return nodes[:count], sum(chances[:count])
-        return nodes, 0.0
+        last = self.tree.position + self._room - 1
+        return [node for node in nodes if node.position <= last], 0.0
+
+    def _worthwhile(self) -> tuple[list[Node], float]:
+        prices, start, last = self._prices(), self.tree.root.logp, self.tree.position + self._room - 1
+        nodes: list[Node] = []
+        chances: list[float] = []
+
+        def found() -> Iterator[float]:
+            for node in islice(self.tree.best_first(), self._config.max_nodes):
+                if node.position <= last:
+                    nodes.append(node)
+                    chances.append(exp(node.logp - start))
+                    yield chances[-1]
+
+        count = how_many_nodes(found(), prices.__getitem__, self._cheapest)
+        return nodes[:count], sum(chances[:count])
 
     def _prices(self) -> list[float]:
         """What rounds cost here, by tokens in a pass. Curves change little by little, so not looked up in every round."""
         if not self._known_prices or self.rounds >= self._priced_until:
             assert self._costs is not None
             most = 2 + self._config.max_nodes + 2 * self._config.draft_width
-            self._known_prices = list(map(self._costs.round_curve(self.tree.position), range(most)))
+            self._known_prices = prices = list(map(self._costs.round_curve(self.tree.position), range(most)))
+            self._cheapest = max(0.0, min(after - before for before, after in pairwise(prices[1:])))
             self._priced_until = self.rounds + PRICES_HOLD
         return self._known_prices
 

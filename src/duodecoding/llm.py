@@ -320,18 +320,27 @@ class _Reader:
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(piece)
         self._stops = StopStrings(stops)
+        self._can_stop = bool(stops)
         self._stopped = False
-        self.texts: list[str] = []  # of each token since the last `take`
+        self._tokens: list[int] = []  # since the last `take`; without stop strings nobody needs their text before that
+        self._texts: list[str] = []
 
     def __call__(self, token: int) -> bool:
-        text, self._stopped = self._stops.feed(self._detokenizer.feed(token))
-        self.texts.append(text)
+        self._tokens.append(token)
+        if self._can_stop:
+            self._read()
         return self._stopped
+
+    def _read(self) -> None:
+        for token in self._tokens[len(self._texts) :]:
+            text, self._stopped = self._stops.feed(self._detokenizer.feed(token))
+            self._texts.append(text)
 
     def take(self, count: int, *, last: bool) -> list[str]:
         """Texts of the last `count` tokens. An end token has none; the last token gets what was held back."""
-        texts = self.texts + [""] * (count - len(self.texts))
-        self.texts = []
+        self._read()
+        texts = self._texts + [""] * (count - len(self._texts))
+        self._tokens, self._texts = [], []
         if last and not self._stopped and texts:
             more, stopped = self._stops.feed(self._detokenizer.flush())
             texts[-1] += more if stopped else more + self._stops.flush()

@@ -16,7 +16,7 @@ from duodecoding.costs import CostCurve, Profile
 from duodecoding.drafters.growth import BestFirst, Growth
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
-from duodecoding.drafters.recycling import RecyclingDrafter
+from duodecoding.drafters.recycling import FEW_VISITS, VISITS, RecyclingDrafter
 from duodecoding.planner import DraftClock, Outlook, Switch
 from duodecoding.remote import RemoteDrafter
 from duodecoding.trace import Did, Lane, Timeline
@@ -189,17 +189,17 @@ def take_turns(
             guess_for_free(core, drafters)
 
 
-def guess_for_free(core: DuoCore, drafters: Drafters) -> None:
+def guess_for_free(core: DuoCore, drafters: Drafters, visits: int = VISITS) -> None:
     """After the tokens of a round are out, so that none waits for it: what can be guessed without a model."""
     if core.guessing and drafters.lookup is not None:
-        core.nodes_arrived(drafters.lookup.guess(core.least_chance))
-    recycle(core, drafters)
+        core.nodes_arrived(drafters.lookup.guess(core.least_chance, again=False))
+    recycle(core, drafters, visits)
 
 
-def recycle(core: DuoCore, drafters: Drafters) -> None:
+def recycle(core: DuoCore, drafters: Drafters, visits: int = VISITS) -> None:
     """Below the leaves that are there by now."""
     if core.guessing and drafters.recycling is not None:
-        core.nodes_arrived(drafters.recycling.guess(core.tree, core.least_chance))
+        core.nodes_arrived(drafters.recycling.guess(core.tree, core.least_chance, visits))
 
 
 def model_guessed(core: DuoCore, drafters: Drafters, guesses: Sequence[Proposal]) -> None:
@@ -290,6 +290,7 @@ class Overlap:
         self._quiet = False  # waited for in vain; not again before it speaks
         self._ended = time.perf_counter()  # the last round
         self._waited_before = 0.0  # by the end of the last round
+        self._untold: list[int] = []  # committed, not said to the worker yet
         self._lesson: Lesson | None = None
 
     def rounds(self) -> Iterator[list[Committed]]:
@@ -305,6 +306,7 @@ class Overlap:
         while (work := self._core.step(self._outlook())) is not None:
             if isinstance(work, Verify):
                 choose = begin_pass(self._target, self._conversation, work, self._meter)
+                self._tell()
                 if gained:
                     yield gained
                 gained = self._round(work, choose, in_time=self._beside(work))
@@ -313,10 +315,11 @@ class Overlap:
                 yield gained
                 gained, self._ended = [], self._ended + time.perf_counter() - start  # the reader's time is not the round's
             if isinstance(work, Wait):
+                self._tell()
                 self._wait(work.seconds)
                 recycle(self._core, self._free)
             else:
-                guess_for_free(self._core, self._free)
+                guess_for_free(self._core, self._free, FEW_VISITS if self._target.overlaps else VISITS)
         if gained:
             yield gained
         self._learn()
@@ -330,14 +333,15 @@ class Overlap:
         end = self._meter.pass_began + LISTEN * self._pace.costs.verify_cost(1 + len(work.nodes), self._core.tree.position)
         in_time = time.perf_counter() < end
         while (left := end - time.perf_counter()) > 0 and self._take(left):
-            pass
+            recycle(self._core, self._free)
         return in_time
 
     def _round(self, work: Verify, choose: Choose, *, in_time: bool) -> list[Committed]:
         core, meter = self._core, self._meter
         context, alone = core.tree.position, self._remote.at_rest
         seconds = end_pass(self._target, meter)
-        self._take()
+        if self._lockstep:
+            self._take()
         if self._lockstep and meter.rounds > 1:  # the first token waits for nobody
             self._barrier(context, seconds)
         gained = target_verdict(core, self._conversation, work, choose, meter)
@@ -365,15 +369,27 @@ class Overlap:
         if lesson.judged:
             self._core.round_took(lesson.gained, lesson.seconds)
 
-    def _commit(self, tokens: Sequence[int]) -> None:
-        """Tell the worker first, it may be waiting; then see what it has to say."""
-        dead = self._remote.interruptible and self._core.all_dead(self._clock.expanding)
+    def _commit(self, tokens: list[int]) -> None:
+        """Tell a worker at once if it has nothing useful to do, else when the next pass has begun; then see what it has to say."""
+        core = self._core
+        dead = self._remote.interruptible and core.all_dead(self._clock.expanding)
         if dead:
             self._note_unfinished()
-        self._remote.commit(tokens, grow=self._core.drafting and self._core.finish_reason is None, interrupt=dead)
+        self._untold += tokens
+        if self._free.lookup is not None:
+            self._free.lookup.commit(tokens)
+        if dead or not self._target.overlaps or core.finish_reason is not None or not self._remote.growing:
+            self._tell(interrupt=dead)
         self._clock.committed(time.monotonic(), interrupted=dead)
-        self._free.commit(tokens)
         self._take()
+
+    def _tell(self, *, interrupt: bool = False) -> None:
+        """What was committed, to the worker and to whoever learns from it."""
+        tokens, self._untold = self._untold, []
+        if tokens:
+            self._remote.commit(tokens, grow=self._core.drafting and self._core.finish_reason is None, interrupt=interrupt)
+            if self._free.recycling is not None:
+                self._free.recycling.commit(tokens)
 
     def _take(self, timeout: float = 0.0) -> bool:
         """Guesses that came, into the tree. False: the worker said nothing."""

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from duodecoding.types import Source
@@ -158,20 +159,20 @@ class TokenTree:
 
     def select(self, limit: int, floor: float = 0.0) -> list[Node]:
         """The `limit` nodes of highest path probability, none below `floor`. Parents come before their children."""
+        lowest = self.root.logp + (math.log(floor) if floor > 0 else -math.inf)
+        return list(takewhile(lambda node: node.logp >= lowest, islice(self.best_first(), limit)))
+
+    def best_first(self) -> Iterator[Node]:
+        """All nodes by path probability, as long as they are asked for."""
         heap = [(-child.logp, i, child) for i, child in enumerate(self.root.children.values())]
         heapq.heapify(heap)
-        chosen: list[Node] = []
         serial, push, pop = len(heap), heapq.heappush, heapq.heappop
-        highest = -self.root.logp - (math.log(floor) if floor > 0 else -math.inf)
-        while heap and len(chosen) < limit:
-            cost, _, node = pop(heap)
-            if cost > highest:
-                break
-            chosen.append(node)
+        while heap:
+            node = pop(heap)[2]
+            yield node
             for child in node.children.values():
                 push(heap, (-child.logp, serial, child))
                 serial += 1
-        return chosen
 
     def likeliest_path(self, limit: int) -> list[Node]:
         """From the root down, always to the likeliest child."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from duodecoding.tree import ROOT
 NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a prompt in one pass
+PROMPT_BUCKETS = (64, 128, 256, 512, 1024)  # of a GPU: longer ones keep it busy without a graph
 MOVES = 8  # entries of the KV cache that a pass can move; more get a step of their own
 WARM_PASSES = 2  # before a capture: kernels are compiled, libraries set themselves up
 
@@ -87,6 +89,22 @@ class Inputs:
             self._device.copy_(self._host, non_blocking=True)
 
 
+class Stretch:
+    """The arguments of a pass over plain text, padded to a size: tokens, then the first slot and the number of tokens."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._host = torch.zeros(size + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = self._host.to(device)
+        self.tokens, self.first = self._device[:size], self._device[size]
+        self.last = self._device[size + 1 :]
+
+    def fill(self, tokens: Sequence[int], first: int) -> None:
+        spare = [tokens[0]] * (self.size - len(tokens))
+        self._host.numpy()[:] = array("i", [*tokens, *spare, first, len(tokens) - 1])
+        self._device.copy_(self._host, non_blocking=True)
+
+
 class Runner:
     """The model with its slots."""
 
@@ -104,6 +122,7 @@ class Runner:
 
             self._fast = Fast(model, self.slots, compile=compile, kernels=kernels)
         self._inputs: dict[int, Inputs] = {}
+        self._stretches: dict[int, Stretch] = {}
         self._captured: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._pool: Any = None
 
@@ -118,9 +137,33 @@ class Runner:
     def _read_chunk(self, tokens: Sequence[int], start: int) -> torch.Tensor:
         end = start + len(tokens)
         self.slots.settle()
+        if self.graphs and (size := self._stretch_size(len(tokens), start)):
+            return self._read_stretch(tokens, start, size)
         ids = torch.tensor(tokens, dtype=torch.int32).to(self.device)
         places = torch.arange(start, end, device=self.device)
         return self._forward(ids, places, places, None, end, keep=1)
+
+    def _stretch_size(self, count: int, start: int) -> int:
+        """Tokens of the graph for a stretch of text; 0: it has none. What it writes beyond the text must fit into the slots."""
+        return next((size for size in PROMPT_BUCKETS if size >= count and start + size <= self.slots.count), 0)
+
+    def _read_stretch(self, tokens: Sequence[int], start: int, size: int) -> torch.Tensor:
+        """As a graph: hundreds of small kernels take longer to start than to run."""
+        length = next(n for n in self.context_buckets if n >= start + size)
+        stretch = self._stretches.get(size)
+        if stretch is None:
+            stretch = self._stretches[size] = Stretch(size, self.device)
+        stretch.fill(tokens, start)
+        key = -size, length
+        graph, logits = self._captured.get(key) or self._capture(key, lambda: self._stretch_step(stretch, length))
+        graph.replay()
+        return logits
+
+    def _stretch_step(self, stretch: Stretch, length: int) -> torch.Tensor:
+        """Tokens beyond the text lie behind it, where nobody looks and the next pass writes."""
+        places = stretch.first + torch.arange(stretch.size, device=self.device)
+        mask = torch.arange(length, device=self.device) <= places[:, None]
+        return self._forward(stretch.tokens, places, places, mask[None, None], length, keep=stretch.last)
 
     def decode(self, rows: Rows) -> torch.Tensor:
         """The logits after every row, (rows or more, vocab) float32. Valid until the next pass."""
@@ -134,7 +177,7 @@ class Runner:
         inputs.fill(rows, self.slots.moves_for(inputs.moves_at_most if once else 0))
         if not self.graphs:
             return self._step(inputs, length)
-        graph, logits = captured or self._capture(inputs, length)
+        graph, logits = captured or self._capture((count, length), lambda: self._step(inputs, length), compiled=True)
         graph.replay()
         return logits
 
@@ -151,23 +194,25 @@ class Runner:
         mask = inputs.table[None, None] if table else tree_mask(inputs.table, length)
         return self._forward(inputs.tokens, inputs.positions, places, mask, length)
 
-    def _capture(self, inputs: Inputs, length: int) -> tuple[Any, torch.Tensor]:
-        """One CUDA graph for this number of rows and this much context."""
+    def _capture(
+        self, key: tuple[int, int], work: Callable[[], torch.Tensor], *, compiled: bool = False
+    ) -> tuple[Any, torch.Tensor]:
+        """One CUDA graph for this number of rows (of plain text: less than 0) and this much context."""
         assert self._fast is not None
         check, self.slots.check = self.slots.check, None
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), self._fast.compiled():
+        with torch.cuda.stream(stream), self._fast.compiled() if compiled else nullcontext():
             for _ in range(WARM_PASSES):
-                self._step(inputs, length)
+                work()
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                logits = self._step(inputs, length)
+                logits = work()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self._pool = self._pool or graph.pool()
         self.slots.check = check
-        self._captured[inputs.rows, length] = graph, logits
+        self._captured[key] = graph, logits
         return graph, logits
 
     def prepare(self, progress: Progress, sizes: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
@@ -177,6 +222,10 @@ class Runner:
             progress(f"preparing passes over {n} tokens, context {length}", done / len(wanted))
             if self.graphs and (n, length) not in self._captured:
                 self.decode(Rows(length - n, [0] * n, range(-1, n - 1)))
+        for size in PROMPT_BUCKETS:
+            if self.graphs and not sizes and size <= self.slots.count:
+                progress(f"preparing prompts of {size} tokens", 1.0)
+                self._read_stretch([0], 0, size)
 
     @torch.no_grad()
     def _forward(
@@ -186,7 +235,7 @@ class Runner:
         places: torch.Tensor,
         mask: torch.Tensor | None,
         length: int,
-        keep: int = 0,
+        keep: int | torch.Tensor = 0,
     ) -> torch.Tensor:
         self.slots.slots, self.slots.length = places, length
         out = self.model(
@@ -203,5 +252,6 @@ class Runner:
     def close(self) -> None:
         self._captured.clear()
         self._inputs.clear()
+        self._stretches.clear()
         self._fast = self._pool = None
         self.model = self.slots = None  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+MANY = 64  # rows from which on a library's attention beats two products
 ATTENTION = "duodecoding"  # under this name transformers finds the attention below
 
 
@@ -138,6 +139,9 @@ def attention(
         return tree_attention(query[0], key[0], value[0], attention_mask[0, 0], scale, key.shape[2])[None], None
     if attention_mask is None and softcap is None:
         out = _causal(query, key, value, scale)
+    elif query.is_cuda and softcap is None and query.shape[2] >= MANY:
+        key, value = _for_all_heads(query, key, value)
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
     else:
         mask = _lower_right(query, key)[None, None] if attention_mask is None else attention_mask
         out = _masked(query, key, value, mask, scale, softcap)
@@ -149,10 +153,13 @@ def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(length - rows)
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _for_all_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return (key, value) if groups == 1 else (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    key, value = _for_all_heads(query, key, value)
     if query.shape[2] == key.shape[2]:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if query.is_cuda:

@@ -36,12 +36,15 @@ class LookupDrafter:
         self._unread: list[int] = []  # of the conversation, not in the text yet
         self._key = KEYS_FROM
         self.record = Record(ONLY + MOSTLY + SOMETIMES)
-        self._chains: list[tuple[int, int, list[int]]] = []  # of the last guess: kind and length of the match, tokens
+        self._chains: list[
+            tuple[int, int, list[int], int]
+        ] = []  # last guess: kind and length of the match, tokens, last key
+        self._standing: list[tuple[list[int], int]] = []  # what is left of them below the root, if they came true: tokens, last key
 
     def open(self, prompt: Sequence[int]) -> None:
         """The prompt is read with the first guess: the first token does not wait for it."""
         self._read()
-        self._chains = []
+        self._chains, self._standing = [], []
         known = self._text.tokens[self._start :]
         if not known or array("i", prompt[: len(known)]) != known:  # not the next turn of the same conversation
             known = array("i")
@@ -65,8 +68,10 @@ class LookupDrafter:
         self._start = len(self._text.tokens)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        for chain in self._chains:
-            self._judge(*chain, tokens)
+        count = len(tokens)
+        self._standing = [(chain[count:], last) for _, _, chain, last in self._chains if chain[:count] == list(tokens)]
+        for kind, length, chain, _ in self._chains:
+            self._judge(kind, length, chain, tokens)
         self._chains = []
         self._unread += tokens
 
@@ -77,8 +82,11 @@ class LookupDrafter:
                 return
             kind, length = 0, length + 1
 
-    def guess(self, floor: float = 0.0) -> list[Proposal]:
-        """Chains below the root. None goes on where its path is less likely than `floor`."""
+    def guess(self, floor: float = 0.0, *, again: bool = True) -> list[Proposal]:
+        """Chains below the root. None goes on where its path is less likely than `floor`. Not `again`: without the beginning of one
+        that was guessed before the last commit and came true; it is in the tree."""
+        if again:
+            self._standing = []
         self._read()
         floor = max(floor, FLOOR)
         state, length = self._text.match
@@ -88,28 +96,33 @@ class LookupDrafter:
             total = sum(times for times, _, _ in followers)
             for times, place, _ in followers[:CHAINS]:
                 kind = 0 if len(followers) == 1 else LENGTHS if 2 * times > total else 2 * LENGTHS
-                chain = self._chain(found, place, kind, length, floor)
-                self._chains.append((kind, length, chain))
+                self._chains.append((kind, length, *self._chain(found, place, kind, length, floor)))
         return found
 
-    def _chain(self, found: list[Proposal], place: int, kind: int, length: int, floor: float) -> list[int]:
-        """Copy from a place. Returns the tokens."""
+    def _chain(self, found: list[Proposal], place: int, kind: int, length: int, floor: float) -> tuple[list[int], int]:
+        """Copy from a place. Returns the tokens and the key of the last."""
         text, chances, key, source, make = self._text.tokens, self.record.chances, self._key, Source.LOOKUP, Proposal._make
         chain = text[place : place + LONGEST].tolist()
         while len(chain) < LONGEST:  # at the end of the text it goes on with the copy itself
             chain += chain[: LONGEST - len(chain)]
-        parent, path = self._start + 1 - len(text), 1.0
+        parent, path, there = self._start + 1 - len(text), 1.0, 0
+        for tokens, last in self._standing:
+            if tokens and chain[: len(tokens)] == tokens:
+                parent, there = last, len(tokens)
+        count = 0
         for token in chain:
             p = chances[kind + (length if length < LENGTHS else LENGTHS) - 1]
             path *= p
-            if path < floor or token == SEPARATOR:
+            if (path < floor or token == SEPARATOR) and count >= there:
                 break
-            key += 1
-            found.append(make((key, parent, token, p, source)))
-            parent, kind, length = key, 0, length + 1
-        del chain[key - self._key :]
+            count += 1
+            if count > there:
+                key += 1
+                found.append(make((key, parent, token, p, source)))
+                parent = key
+            kind, length = 0, length + 1
         self._key = key
-        return chain
+        return chain[:count], parent
 
     def close(self) -> None:
         """Save what the store does not have yet."""

@@ -24,6 +24,7 @@ MOST_ROWS = 1 << 14  # of each table; the one written longest ago goes first
 MOST_DONE = 1 << 12  # keys, before those of pruned nodes are forgotten
 NODES = 24  # guesses a round, or a few more
 VISITS = 48  # nodes looked at in a round
+FEW_VISITS = 12  # where a look was had at the tree while the last pass ran
 CERTAIN = 0.4  # what one token of the target counts for, against all that was said before
 PROMISING = 5  # times the floor: a node less likely has hardly a successor above the floor
 BINS = 16
@@ -100,7 +101,7 @@ class RecyclingDrafter:
                 self._pairs.say(before << 20 | node.token, row)
                 self._singles.say(node.token, row.copy())
 
-    def guess(self, tree: TokenTree, floor: float = 0.0) -> list[Proposal]:
+    def guess(self, tree: TokenTree, floor: float = 0.0, visits: int = VISITS) -> list[Proposal]:
         """Below the likeliest nodes that neither the draft nor this table has expanded, best first. No path less likely than
         `floor`."""
         if len(self._done) > MOST_DONE:
@@ -109,7 +110,7 @@ class RecyclingDrafter:
         lowest = root.logp + log(PROMISING * floor)
         found: list[Proposal] = []
         heap: list[Leaf] = [(-1.0, root.key, _before_root(tree), root.token, root)]
-        for _ in range(VISITS):
+        for _ in range(visits):
             if not heap or len(found) >= NODES:
                 break
             leaf = heappop(heap)
