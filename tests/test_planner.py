@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -28,15 +29,15 @@ TIMES = st.floats(1e-4, 1.0)
 # 1. How many nodes
 
 
-def linear(first: float, each: float):
-    return lambda n: first + each * (n - 1)
+def linear(first: float, each: float) -> list[float]:
+    return [first + each * (n - 1) for n in range(30)]
 
 
-@given(BEST_FIRST, TIMES, st.floats(0.0, 0.1))
-def test_the_number_of_nodes_is_the_best_of_all(probabilities, first, each):
-    verify = linear(first, each)
-    chosen = how_many_nodes(probabilities, verify)
-    rates = [(1 + sum(probabilities[:n])) / verify(1 + n) for n in range(len(probabilities) + 1)]
+@given(BEST_FIRST, TIMES, st.lists(st.floats(0.0, 0.1), min_size=24, max_size=24))
+def test_the_number_of_nodes_is_the_best_of_all(probabilities, first, steps):
+    prices = [first, *accumulate(steps, initial=first)]
+    chosen = how_many_nodes(probabilities, prices, min(steps))
+    rates = [(1 + sum(probabilities[:n])) / prices[1 + n] for n in range(len(probabilities) + 1)]
     assert 0 <= chosen <= len(probabilities)
     assert rates[chosen] == pytest.approx(max(rates))
 

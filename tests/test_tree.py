@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
+from duodecoding.tree import ROOT, SURER, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
 from duodecoding.types import Source
 
 TOKENS = st.integers(0, 3)  # few, so that guesses meet
@@ -62,9 +62,10 @@ class Naive:
         self.known[proposal.key] = history
         logp = self.logp(parent) + math.log(max(proposal.p, 1e-9))
         more = logp - self.live.setdefault(history, logp)
-        if more > 0:  # likelier than was thought, and so is all below it
-            self.live = {h: known + more if h[: len(history)] == history else known for h, known in self.live.items()}
+        if logp > self.live[history] + SURER:  # likelier than was thought, and so is all below it
             self.live[history] = logp
+            for below in sorted((h for h in self.live if h[:-1] and h[: len(history)] == history and h != history), key=len):
+                self.live[below] = min(self.live[below] + more, self.live[below[:-1]])
         return history
 
     def commit(self, tokens: list[int]) -> None:

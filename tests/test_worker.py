@@ -348,9 +348,8 @@ def test_the_draft_reads_the_prompt_while_the_target_does(mode: Mode) -> None:
     class Patient(SlowTarget):
         """Its first pass takes until the draft has begun with the prompt."""
 
-        def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
+        def finish(self) -> None:
             assert draft.opened.wait(PATIENCE)
-            return super().verify(work)
 
     with engine(Patient(WORLD.target(), 0.0), in_thread(draft), EngineConfig(mode=mode)) as llm:
         assert llm.generate(list(WORLD.prompt), PARAMS).token_ids == World(context=200).plain(PARAMS).token_ids

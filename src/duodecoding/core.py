@@ -7,11 +7,10 @@ and when its guesses come decide how fast the answer is, never what it is: token
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
-from math import exp
+from itertools import pairwise
 from typing import NamedTuple
 
 from duodecoding.costs import Profile
@@ -177,18 +176,12 @@ class DuoCore:
         return [node for node in nodes if node.position <= last], 0.0
 
     def _worthwhile(self) -> tuple[list[Node], float]:
-        prices, start, last = self._prices(), self.tree.root.logp, self.tree.position + self._room - 1
-        nodes: list[Node] = []
-        chances: list[float] = []
-
-        def found() -> Iterator[float]:
-            for node in islice(self.tree.best_first(), self._config.max_nodes):
-                if node.position <= last:
-                    nodes.append(node)
-                    chances.append(exp(node.logp - start))
-                    yield chances[-1]
-
-        count = how_many_nodes(found(), prices.__getitem__, self._cheapest)
+        last = self.tree.position + self._room - 1
+        nodes = self.tree.select(self._config.max_nodes)
+        if nodes and self._room <= len(nodes):  # else none can be so deep
+            nodes = [node for node in nodes if node.position <= last]
+        chances = self.tree.probabilities(nodes)
+        count = how_many_nodes(chances, self._prices(), self._cheapest)
         return nodes[:count], sum(chances[:count])
 
     def _prices(self) -> list[float]:

@@ -271,8 +271,9 @@ def _too_few_cores(config: EngineConfig, draft: str | None) -> str:
 
 
 def share_threads(config: EngineConfig) -> EngineConfig:
-    """Both models on one CPU at the same time: more threads than cores would make each wait for the other's."""
-    if config.mode not in OVERLAPPING or config.threads or config.threads_draft:
+    """Both models on one CPU at the same time: more threads than cores would make each wait for the other's. Beside a GPU a draft
+    has the same threads in all modes."""
+    if (config.mode not in OVERLAPPING and config.gpu_layers == 0) or config.threads or config.threads_draft:
         return config
     from duodecoding.backends.llamacpp import physical_cores
 
@@ -426,13 +427,14 @@ class Stream:
             if core.uses_drafts:
                 drafters.open(prompt, params, growth_of(config))
             return take_turns(core, target, conversation, drafters, meter, pace)
-        # Before the target reads the prompt: both read it at the same time.
-        worker.open(prompt, params, growth_plan(config, pace.costs, len(prompt)), grow=core.drafting)
         lockstep = config.mode is Mode.LOCKSTEP
         free = Drafters() if lockstep else drafters.free
-        free.open(prompt, params, growth_of(config))
-        both = Overlap(core, target, conversation, worker, free, meter, pace, lockstep=lockstep)
-        return both.rounds()
+
+        def start_drafting() -> None:
+            worker.open(prompt, params, growth_plan(config, pace.costs, len(prompt)), grow=core.drafting)
+            free.open(prompt, params, growth_of(config))
+
+        return Overlap(core, target, conversation, worker, free, meter, pace, lockstep=lockstep).rounds(start_drafting)
 
     def _read(self, gained: Sequence[Committed]) -> list[Token]:
         number, texts = self._core.rounds, self._reader.take(len(gained), last=self._core.finish_reason is not None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,17 +46,18 @@ class Uncalibrated(Calibration):
         pass
 
 
-def how_many_nodes(probabilities: Iterable[float], verify: Callable[[int], float], cheapest: float = 0.0) -> int:
-    """Decision 1: how many guesses maximise (1 + expected accepted) / verify(1 + guesses). Probabilities come best first.
+def how_many_nodes(probabilities: Sequence[float], prices: Sequence[float], cheapest: float = 0.0) -> int:
+    """Decision 1: how many guesses maximise (1 + expected accepted) / price of a pass. Probabilities come best first.
 
-    `cheapest`: no place in a pass costs less. A guess that would not pay there ends the search, and so all behind it.
+    `prices`: of passes over 0, 1, 2, … tokens. `cheapest`: no place in a pass costs less. A guess that would not pay there ends the
+    search, and so all behind it.
     """
-    best, best_rate, expected = 0, 1 / verify(1), 0.0
-    for n, p in enumerate(probabilities, start=1):
+    best, best_rate, expected = 0, 1 / prices[1], 1.0
+    for n, (p, price) in enumerate(zip(probabilities, prices[2:], strict=False), start=1):
         if p < cheapest * best_rate:
             break
         expected += p
-        rate = (1 + expected) / verify(1 + n)
+        rate = expected / price
         if rate > best_rate:
             best, best_rate = n, rate
     return best

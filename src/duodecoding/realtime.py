@@ -6,7 +6,7 @@ Two loops with the same helpers: `take_turns` with a draft in this process, `ove
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -293,19 +293,23 @@ class Overlap:
         self._untold: list[int] = []  # committed, not said to the worker yet
         self._lesson: Lesson | None = None
 
-    def rounds(self) -> Iterator[list[Committed]]:
-        """The tokens of each round. However it ends, the worker is left at rest."""
+    def rounds(self, start_drafting: Callable[[], None]) -> Iterator[list[Committed]]:
+        """The tokens of each round. Both models read the prompt at the same time. However it ends, the worker is left at rest."""
         try:
-            yield from self._rounds()
+            if not self._target.overlaps:
+                start_drafting()
+            yield from self._rounds(start_drafting)
         finally:
             self._remote.pause()
 
-    def _rounds(self) -> Iterator[list[Committed]]:
+    def _rounds(self, start_drafting: Callable[[], None]) -> Iterator[list[Committed]]:
         """Where passes run by themselves, a round's tokens go out while the next one runs; the first token goes out at once."""
         gained: list[Committed] = []  # not handed out yet
         while (work := self._core.step(self._outlook())) is not None:
             if isinstance(work, Verify):
                 choose = begin_pass(self._target, self._conversation, work, self._meter)
+                if self._target.overlaps and not self._meter.rounds:
+                    start_drafting()
                 self._tell()
                 if gained:
                     yield gained

@@ -11,7 +11,6 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
 from typing import NamedTuple
 
 from duodecoding.types import Source
@@ -66,6 +65,7 @@ class TokenTree:
         self.tokens = list(tokens)
         self.root = Node(-self.position, None, self.tokens[-1], 0.0, self.position, Source.TARGET)
         self._live: dict[int, Node] = {}  # guesses by key; two drafters may know one node by two keys
+        self._nodes: list[Node] = []  # the same without their keys; parents come before their children
         self._passed: dict[int, int] = {}  # guesses that were committed: key -> position
         # Heap of unexpanded nodes, most likely first; stale entries are skipped. None: not asked for since the last commit.
         self._open: list[tuple[float, int, Node]] | None = None
@@ -73,7 +73,7 @@ class TokenTree:
 
     def __len__(self) -> int:
         """Guesses alive."""
-        return sum(1 for _ in self._below(self.root))
+        return len(self._nodes)
 
     @property
     def position(self) -> int:
@@ -109,6 +109,7 @@ class TokenTree:
         logp = parent.logp + math.log(max(p, 1e-9))
         if node is None:
             node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source)
+            self._nodes.append(node)
             self._push(node)
         elif logp > node.logp + SURER:
             self._raise(node, logp)
@@ -121,7 +122,8 @@ class TokenTree:
         more, node.logp = logp - node.logp, logp
         if node.children:
             for below in self._below(node):
-                below.logp += more
+                assert below.parent is not None
+                below.logp = min(below.logp + more, below.parent.logp)  # never likelier than its parent, though sums are rounded
             self._open = None
         else:
             self._push(node)
@@ -158,21 +160,10 @@ class TokenTree:
         return found
 
     def select(self, limit: int, floor: float = 0.0) -> list[Node]:
-        """The `limit` nodes of highest path probability, none below `floor`. Parents come before their children."""
-        lowest = self.root.logp + (math.log(floor) if floor > 0 else -math.inf)
-        return list(takewhile(lambda node: node.logp >= lowest, islice(self.best_first(), limit)))
-
-    def best_first(self) -> Iterator[Node]:
-        """All nodes by path probability, as long as they are asked for."""
-        heap = [(-child.logp, i, child) for i, child in enumerate(self.root.children.values())]
-        heapq.heapify(heap)
-        serial, push, pop = len(heap), heapq.heappush, heapq.heappop
-        while heap:
-            node = pop(heap)[2]
-            yield node
-            for child in node.children.values():
-                push(heap, (-child.logp, serial, child))
-                serial += 1
+        """The `limit` nodes of highest path probability, none below `floor`, best first. Parents come before their children."""
+        found = sorted(self._nodes, key=_unlikelihood)[:limit]
+        lowest = self.root.logp + math.log(floor) if floor > 0 else -math.inf
+        return found if not found or found[-1].logp >= lowest else [node for node in found if node.logp >= lowest]
 
     def likeliest_path(self, limit: int) -> list[Node]:
         """From the root down, always to the likeliest child."""
@@ -202,16 +193,12 @@ class TokenTree:
 
     def _prune(self, passed: dict[int, int]) -> None:
         """Forget all but the live nodes and those just committed (`passed`: id of node -> position)."""
-        alive: set[int] = set()
-        stack = [self.root]
-        while stack:
-            below = stack.pop().children.values()
-            alive.update(map(id, below))
-            stack += below
+        self._nodes = alive = list(self._below(self.root))
+        names = set(map(id, alive))
         known, self._live = self._live, {}
         for key, node in known.items():
             name = id(node)
-            if name in alive:
+            if name in names:
                 self._live[key] = node
             elif name in passed:
                 self._passed[key] = passed[name]
@@ -223,31 +210,30 @@ class TokenTree:
             heapq.heappush(self._open, (-node.logp, self._count, node))
 
     def _below(self, node: Node) -> Iterator[Node]:
-        stack = list(node.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        """Parents before their children."""
+        level = [node]
+        while level:
+            level = [child for node in level if node.children for child in node.children.values()]
+            yield from level
+
+
+def _unlikelihood(node: Node) -> float:
+    return -node.logp
 
 
 def likeliest_first(nodes: Sequence[Node]) -> list[Node]:
-    """The same nodes, depth first with the likelier child first: the likeliest path comes out contiguous and in front."""
-    chosen = {id(node) for node in nodes}
-    tops = [node for node in nodes if node.parent is None or id(node.parent) not in chosen]
-    stack = _likeliest_last(tops)
+    """The same nodes, which come best first, depth first with the likelier child first: the likeliest path comes out contiguous
+    and in front."""
+    below: dict[int, list[Node]] = {id(node): [] for node in nodes}
+    tops: list[Node] = []
+    for node in reversed(nodes):
+        below.get(id(node.parent), tops).append(node)
     ordered: list[Node] = []
-    while stack:
-        node = stack.pop()
+    while tops:
+        node = tops.pop()
         ordered.append(node)
-        if node.children:
-            below = [child for child in node.children.values() if id(child) in chosen]
-            stack += _likeliest_last(below) if len(below) > 1 else below
+        tops += below[id(node)]
     return ordered
-
-
-def _likeliest_last(nodes: Sequence[Node]) -> list[Node]:
-    """Of equals the one that came first, as in `TokenTree.likeliest_path`."""
-    return sorted(nodes, key=lambda node: -node.logp)[::-1]
 
 
 def as_pass(nodes: Sequence[Node]) -> tuple[PassNode, ...]:

@@ -57,20 +57,24 @@ class TorchConversation:
         self.cached = 0  # committed tokens in their slots, always the first ones
         self.reused = 0
         self.nodes: Sequence[PassNode] = ()  # that lie in the slots behind the committed tokens
+        self.asked: list[int] = []  # of these, whose token the engine wanted to know: the accepted path
         self._target = target
 
     def commit(self, tokens: Sequence[int]) -> None:
-        child = {(node.parent, node.token): i for i, node in enumerate(self.nodes)}
-        end, path, at = len(self.tokens), list[int](), ROOT
-        for token in tokens:
-            found = child.get((at, token))
-            if found is None:
+        end, path = len(self.tokens), list[int]()
+        for token, found in zip(tokens, self.asked, strict=False):
+            if self.nodes[found] != (path[-1] if path else ROOT, token):
                 break
             path.append(found)
-            at = found
         self._target.keep(self, tokens, [end + i for i in path])
         self.tokens.extend(tokens)
-        self.nodes = ()
+        self.nodes, self.asked = (), []
+
+    def note(self, node: int) -> int:
+        """The engine asks for the token after this node of the pass."""
+        if node != ROOT:
+            self.asked.append(node)
+        return node
 
 
 class TorchTarget:
@@ -118,7 +122,7 @@ class TorchTarget:
         if self._owner is not conversation:
             held = self._owner.tokens[: self._owner.cached] if self._owner is not None else []
             conversation.cached = self._shelf.change(held, conversation.tokens)
-            conversation.nodes = ()
+            conversation.nodes, conversation.asked = (), []
             if self._owner is not None:
                 self._owner.cached = 0
             self._owner = conversation
@@ -156,8 +160,8 @@ class TorchTarget:
                 conversation.cached, [conversation.tokens[-1], *(n.token for n in nodes)], [ROOT, *(n.parent + 1 for n in nodes)]
             )
             choices = self._choices(conversation, rows)
-            conversation.cached, conversation.nodes = len(conversation.tokens), nodes
-            return lambda i: choices(i + 1)
+            conversation.cached, conversation.nodes, conversation.asked = len(conversation.tokens), nodes, []
+            return lambda i: choices(conversation.note(i) + 1)
         return self._read_then(conversation, nodes)
 
     def _read_then(self, conversation: TorchConversation, nodes: Sequence[PassNode]) -> Choose:
@@ -174,8 +178,8 @@ class TorchTarget:
             if not below:
                 rows = Rows(conversation.cached, [n.token for n in nodes], [n.parent for n in nodes])
                 below.append(self._choices(conversation, rows))
-                conversation.nodes = nodes
-            return below[0](i)
+                conversation.nodes, conversation.asked = nodes, []
+            return below[0](conversation.note(i))
 
         return choose
 

@@ -36,9 +36,7 @@ class LookupDrafter:
         self._unread: list[int] = []  # of the conversation, not in the text yet
         self._key = KEYS_FROM
         self.record = Record(ONLY + MOSTLY + SOMETIMES)
-        self._chains: list[
-            tuple[int, int, list[int], int]
-        ] = []  # last guess: kind and length of the match, tokens, last key
+        self._chains: list[tuple[int, int, list[int], int]] = []  # last guess: kind and length of the match, tokens, last key
         self._standing: list[tuple[list[int], int]] = []  # what is left of them below the root, if they came true: tokens, last key
 
     def open(self, prompt: Sequence[int]) -> None:
