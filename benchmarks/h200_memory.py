@@ -1,0 +1,78 @@
+"""Out of memory on a real card: what is said, and what is left behind.
+
+    python benchmarks/h200_memory.py --source SmolLM2-135M-Instruct.Q4_1.gguf
+
+Most of the card is taken by a block of our own. A model that does not fit is refused with the numbers; one that fits until its KV
+cache or a pass needs more fails with an error, gives its memory back, and the next one is served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import common
+from h200_verify import machine
+
+from duodecoding import LLM, EngineConfig, SamplingParams
+from duodecoding.errors import OutOfMemory
+
+SLACK = 64e6  # bytes that libraries keep for themselves once they have been used
+
+
+def free() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def but(room: float) -> torch.Tensor:
+    """A block that leaves so many bytes."""
+    return torch.empty(int(free() - room), dtype=torch.uint8, device="cuda")
+
+
+def config(source: Path, context: int) -> EngineConfig:
+    return EngineConfig(model=str(source), backend="torch", mode="off", ctx_size=context, compile="off", device="cuda")
+
+
+def refused(source: Path, room: float, context: int) -> dict[str, Any]:
+    """Try to load, and to answer, with so much room on the card."""
+    before = free()
+    block = but(room)
+    said = "nothing"
+    try:
+        with LLM.from_config(config(source, context)) as llm:
+            llm.generate([5] * (context - 40), SamplingParams(max_tokens=4))
+    except OutOfMemory as error:
+        said = str(error)
+    left = room - free()
+    del block
+    return {"room_mb": room / 1e6, "said": said, "left_behind_mb": left / 1e6, "gone_mb": (before - free()) / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--source", type=Path, required=True)
+    source = parser.parse_args().source
+    with LLM.from_config(config(source, 512)) as llm:  # libraries set themselves up
+        llm.generate([5] * 100, SamplingParams(max_tokens=4))
+    found: dict[str, Any] = {"gpu": machine(), "refused": {}}
+    start = time.monotonic()
+    for room, context in ((100e6, 512), (300e6, 8192), (330e6, 1024), (420e6, 4096), (600e6, 8192)):
+        case = refused(source, room, context)
+        found["refused"][f"{room / 1e6:.0f} MB, context {context}"] = case
+        print(f"{time.monotonic() - start:.0f} s", room, context, case, flush=True)
+    with LLM.from_config(config(source, 512)) as llm:
+        found["served afterwards"] = len(llm.generate([5] * 100, SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+    found["nothing left behind"] = all(abs(case["left_behind_mb"]) * 1e6 < SLACK for case in found["refused"].values())
+    common.write("h200_memory", {"source": source.name}, found)
+
+
+if __name__ == "__main__":
+    main()
