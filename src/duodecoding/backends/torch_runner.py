@@ -19,7 +19,7 @@ from duodecoding.tree import ROOT
 NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a prompt in one pass
-PROMPT_BUCKETS = (64, 128, 256, 512, 1024)  # of a GPU: longer ones keep it busy without a graph
+PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048)  # of a GPU: longer ones keep it busy without a graph
 MOVES = 8  # entries of the KV cache that a pass can move; more get a step of their own
 WARM_PASSES = 2  # before a capture: kernels are compiled, libraries set themselves up
 
