@@ -42,7 +42,8 @@ def curves(results: dict[str, Any], time: str) -> dict[int, CostCurve]:
     samples: dict[int, list[tuple[int, float]]] = {}
     for name, cell in results["verify"].items():
         rows, _, context = name.partition("@")
-        samples.setdefault(int(context), []).append((int(rows), cell[time] / 1e3))
+        if rows.isdecimal():  # chains; a bush of as many rows has an entry of its own
+            samples.setdefault(int(context), []).append((int(rows), cell[time] / 1e3))
     return {context: fit(samples[context]) for context in sorted(samples)}
 
 
@@ -105,19 +106,35 @@ def _bars(ax: Any, records: dict[str, dict[str, Any]]) -> None:
 # Profiles
 
 
+def steps(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """context -> seconds over rows, of a pass with its sampling. Passes are padded to the sizes that were measured; the largest
+    usual one is timed with a tree as answers have them."""
+    found: dict[str, dict[str, float]] = {}
+    for context, curve in curves(results, "ms").items():
+        before, row = 0, found.setdefault(str(context), {})
+        for n in curve.points:
+            cell = results["verify"].get(f"{n} bush@{context}") or results["verify"][f"{n}@{context}"]
+            seconds = round((cell["ms"] + cell["sampling_ms"]) / 1e3, 6)
+            row |= {str(before + 1): seconds, str(n): seconds}
+            before = n
+    return found
+
+
 def profile(shape: str, record: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
     """A shipped profile with the target's side measured anew."""
     results, settings = record["results"], record["settings"]
     drafted = shipped["about"].partition("draft step:")[2]
     about = (
-        f"verify: whole rounds measured on an {results['gpu']['gpu']}, {SHAPES[shape]} in bfloat16, compiled, a CUDA graph a size "
-        f"(benchmarks/results/{record['file']}); draft step:{drafted}"
+        f"verify: measured on an {results['gpu']['gpu']}, {SHAPES[shape]} in bfloat16, compiled, CUDA graphs padded to the sizes "
+        f"that are steps here, sampling included (benchmarks/results/{record['file']}); draft step:{drafted}"
     )
-    verify = {
-        str(context): {str(n): round(s, 6) for n, s in c.points.items()} for context, c in curves(results, "round_ms").items()
-    }
     rest = {name: value for name, value in shipped["settings"].items() if name != "note"}
-    made = shipped | {"about": about, "measured": True, "verify": verify, "settings": rest | {"kernels": settings["kernels"]}}
+    made = shipped | {
+        "about": about,
+        "measured": True,
+        "verify": steps(results),
+        "settings": rest | {"kernels": settings["kernels"]},
+    }
     if "first_token_4096_ms" in results:
         made["target_prompt"] = round(results["first_token_4096_ms"] / 4096 / 1e3, 9)
     return to_record(from_record(made, where=record["file"]))

@@ -150,13 +150,14 @@ def test_the_floor_is_weights_over_bandwidth():
 
 
 def test_measured_rounds_become_a_profile():
-    cells = {"64@512": {"ms": 5.5, "round_ms": 5.8}, "1@512": {"ms": 4.4, "round_ms": 4.7}, "1@4096": {"ms": 4.9, "round_ms": 5.1}}
+    times = {"64@512": 5.5, "64 bush@512": 5.3, "8@512": 4.5, "1@512": 4.4, "1@4096": 4.9}
+    cells = {name: {"ms": ms, "sampling_ms": 0.1, "round_ms": ms + 0.3} for name, ms in times.items()}
     results = {"gpu": {"gpu": "Big One"}, "verify": cells, "first_token_4096_ms": 99.2}
     record = {"file": "h200_verify_7b_own.json", "settings": {"kernels": "own"}, "results": results}
     shipped = to_record(load_profile("h200-7b"))
     made = from_record(plot_h200.profile("7b", record, shipped), where="made")
-    assert made.verify[512].points == {1: 0.0047, 64: 0.0058}
-    assert made.verify_cost(1, 4096) == 0.0051
+    assert made.verify[512].points == {1: 0.0045, 2: 0.0046, 8: 0.0046, 9: 0.0054, 64: 0.0054}  # passes are padded to sizes
+    assert made.verify_cost(1, 4096) == 0.005
     assert made.target_prompt == pytest.approx(0.0992 / 4096, rel=1e-3)
     assert made.draft.points == load_profile("h200-7b").draft.points  # measured elsewhere, and kept
     assert "Big One" in made.about

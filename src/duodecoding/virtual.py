@@ -260,6 +260,7 @@ class Simulation:
         chain = self.config.mode is Mode.CHAIN
         tree = self.growth or BestFirst(self.config.draft_width, branching=self.config.branching)
         drafter = self._open(BestFirst(1, branching=1) if chain else tree)
+        self.now += self._draft_ready  # one after the other, here too
         while (work := core.step()) is not None:
             if isinstance(work, Verify):
                 begin = self.now
@@ -270,8 +271,7 @@ class Simulation:
                 if drafter is not None and core.uses_drafts:
                     drafter.commit(gained)
                 continue
-            ready = drafter is not None and self.now >= self._draft_ready  # as long as it reads the prompt, rounds are bare
-            leaves = drafter.next_leaves() if drafter is not None and ready else []
+            leaves = drafter.next_leaves() if drafter is not None else []
             if drafter is None or not leaves:
                 core.draft_exhausted()
                 continue
