@@ -86,7 +86,9 @@ def _virtual(journal: Journal, answers: Mapping[str, Sequence[Answer]]) -> dict[
         "predicted": predicted,
         "measured": measured,
         "measured_over_predicted": {who: value / predicted[who]["mean"] for who, value in measured.items()},
-        "share_of_limit": {who: value / predicted[FREE]["mean"] for who, value in measured.items() if who != Mode.OFF},
+        "share_of_limit": {
+            who: value / predicted[FREE]["mean"] for who, value in measured.items() if FREE in predicted and who != Mode.OFF
+        },
     }
 
 
@@ -243,6 +245,8 @@ def _against_virtual(found: Mapping[str, Any]) -> str:
         ]
         for name, value in virtual["measured"].items()
     ]
-    limit = f"The limit, the same draft at no cost: {virtual['predicted'][FREE]['mean']:.2f}."
+    limit = (
+        f"The limit, the same draft at no cost: {virtual['predicted'][FREE]['mean']:.2f}." if FREE in virtual["predicted"] else ""
+    )
     asked = f"First turns of {_questions(virtual['questions'])}, with the costs measured at the start of this run."
     return f"## Virtual time\n\n{asked} {limit}\n\n" + _table(["", "measured", "predicted", "ratio"], rows)
