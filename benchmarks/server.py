@@ -82,9 +82,10 @@ def read_stream(response: http.client.HTTPResponse, on_event: Callable[[float], 
 
 
 @contextlib.contextmanager
-def serving(args: argparse.Namespace) -> Iterator[tuple[int, str]]:
+def serving(args: argparse.Namespace, context: int = 1024) -> Iterator[tuple[int, str]]:
     """A server process: its pid and where it listens."""
-    settings = ["--model", args.model, "--threads", str(args.threads), "--ctx-size", "1024", "--max-queue", str(args.max_queue)]
+    sizes = ["--ctx-size", str(context), "--max-queue", str(args.max_queue)]
+    settings = ["--model", args.model, "--threads", str(args.threads), *sizes]
     command = [sys.executable, "-m", "duodecoding.cli.main", "serve", "--port", "0", *settings, "--draft", args.draft]
     process = subprocess.Popen([*command, *args.more.split()], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -196,7 +197,7 @@ def fuzz(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "server"))
     from bad_input import bad_requests
 
-    with serving(args) as (pid, netloc):
+    with serving(args, context=256) as (pid, netloc):  # a tenth of the requests are good ones, and run to the end of it
         statuses, bad, memory = Counter[str](), list[Any](), [resident_mb(pid)]
         slow = [half_a_request(netloc) for _ in range(50)]
         connection = http.client.HTTPConnection(netloc, timeout=120)
