@@ -107,9 +107,7 @@ def estimate(shape: str, plan: Plan, answered: int, ready: float) -> dict[str, f
     turns = sum(len(question.turns) for question in plan.questions)
     few = sum(len(question.turns) for question in order.first_of(plan.questions, plan.peer_per_task))
     token = PLAIN[shape] * plan.params.max_tokens * MEAN_SHARE
-    share = {
-        mode: len(order.first_of(plan.questions, plan.mode_per_task.get(mode, 0))) / len(plan.questions) for mode in plan.all_modes
-    }
+    share = {mode: len(order.first_of(plan.questions, plan.per_task(mode))) / len(plan.questions) for mode in plan.all_modes}
     modes = {str(mode): share[mode] * turns * token / GAINS[mode] for mode in plan.all_modes}
     tuning = plan.tune * 12 * 64 * PLAIN[shape] / 1.3
     rivals = {

@@ -164,25 +164,21 @@ class DuoCore:
         config = self._config
         if not self.guessing:
             return [], 0.0
-        if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
-            return self._worthwhile()
         if config.mode is Mode.CHAIN:
             nodes = self.tree.likeliest_path(config.draft_length)
         elif config.mode is Mode.LOCKSTEP:
             nodes = self.tree.likeliest_path(config.max_nodes)
         else:
             nodes = self.tree.select(config.max_nodes)
-        last = self.tree.position + self._room - 1
-        return [node for node in nodes if node.position <= last], 0.0
-
-    def _worthwhile(self) -> tuple[list[Node], float]:
-        last = self.tree.position + self._room - 1
-        nodes = self.tree.select(self._config.max_nodes)
-        if nodes and self._room <= len(nodes):  # else none can be so deep
+        if len(nodes) >= self._room:  # else none can be so deep
+            last = self.tree.position + self._room - 1
             nodes = [node for node in nodes if node.position <= last]
-        chances = self.tree.probabilities(nodes)
-        count = how_many_nodes(chances, self._prices(), self._cheapest)
-        return nodes[:count], sum(chances[:count])
+        if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
+            chances = self.tree.probabilities(nodes)
+            prices = self._prices()
+            count = how_many_nodes(chances, prices, self._cheapest)
+            return nodes[:count], sum(chances[:count])
+        return nodes, 0.0
 
     def _prices(self) -> list[float]:
         """What rounds cost here, by tokens in a pass. Curves change little by little, so not looked up in every round."""

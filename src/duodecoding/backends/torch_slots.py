@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-MANY = 64  # rows from which on a library's attention beats two products
+MANY = 64  # masked rows on a GPU that are left to a library: a padded prompt
 ATTENTION = "duodecoding"  # under this name transformers finds the attention below
 
 

@@ -56,6 +56,10 @@ class Plan:
     settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of modes, found elsewhere
     mode_per_task: Mapping[str, int] = field(default_factory=dict)  # questions of each task that some modes get, the others get all
 
+    def per_task(self, mode: Mode) -> int:
+        """Questions of each task that a mode gets; 0: all."""
+        return self.mode_per_task.get(mode, 0)
+
     @property
     def all_modes(self) -> list[Mode]:
         return list(dict.fromkeys((Mode.OFF, *self.modes)))
@@ -87,7 +91,7 @@ class Run:
     @property
     def complete(self) -> bool:
         """Is there nothing left to ask?"""
-        modes = [(str(mode), self.plan.mode_per_task.get(mode, 0)) for mode in self.plan.all_modes]
+        modes = [(str(mode), self.plan.per_task(mode)) for mode in self.plan.all_modes]
         peers = [(name, self.plan.peer_per_task) for name in self._peers()]
         return not any(self._left(*who, repeat) for who in modes + peers for repeat in range(self.plan.repeats))
 
@@ -124,7 +128,7 @@ class Run:
             settings = self.plan.settings.get(mode) or tuned.get(mode)
             llm = LLM.from_config(configured(self.plan.config, mode, settings), load_target=self._load)
             undo.callback(llm.close)
-            found[mode] = Engine(llm, self.plan.mode_per_task.get(mode, 0))
+            found[mode] = Engine(llm, self.plan.per_task(mode))
             if llm.drafters.remote is not None:
                 llm.drafters.remote.wait_ready(READY_SECONDS)
             self._warm(found[mode], llm.vocabulary)
@@ -186,9 +190,9 @@ class Run:
                 said[name] += (None if self.over else self._ask(engine, question, params, base.vocabulary)) or []
         speeds = {name: sum(by_question(found).values()) / len(questions) for name, found in said.items() if found}
         if self.over or not speeds:
-            return Engine(base, self.plan.mode_per_task.get(mode, 0))
+            return Engine(base, self.plan.per_task(mode))
         best = max(speeds, key=lambda name: speeds[name])
-        tried[best].per_task = self.plan.mode_per_task.get(mode, 0)
+        tried[best].per_task = self.plan.per_task(mode)
         asked = [f"{question.task} {question.id}" for question in questions]
         self.journal.note("tuned", mode=str(mode), chosen=choices[best], tokens_per_second=speeds, questions=asked)
         return tried[best]
