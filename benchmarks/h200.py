@@ -65,6 +65,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-task", type=int, default=10)
     parser.add_argument("--peer-per-task", type=int, default=1, help="eager transformers is slow")
     parser.add_argument("--rival-per-task", type=int, default=0, help="for chain, serial and lockstep; 0: like off and duo")
+    parser.add_argument("--sampled-per-task", type=int, default=0, help="for all modes at a temperature over 0; 0: like --per-task")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--tune", type=int, default=0, help="questions for the best settings of chain and serial")
     parser.add_argument("--chain", type=int, default=0, help="length of a chain, found elsewhere (duo simulate)")
@@ -91,7 +92,8 @@ def plan(options: argparse.Namespace, temperature: float) -> Plan:
     )  # fmt: skip
     params = SamplingParams(max_tokens=options.max_tokens, temperature=temperature)
     folder = prompts.load(folder=options.tasks)
-    asked = [question for of_task in folder.values() for question in of_task[: options.per_task]]
+    per_task = options.sampled_per_task if temperature and options.sampled_per_task else options.per_task
+    asked = [question for of_task in folder.values() for question in of_task[:per_task]]
     questions, left_out = order.fitting(asked, read_vocabulary(options.target), CONTEXT, options.max_tokens)
     if left_out:
         print("left out, too long:", ", ".join(left_out))

@@ -170,7 +170,7 @@ def main() -> None:
     random.Random(1).shuffle(prompts)
     results = {"gpu": machine(), **compare(target, prompts, options.tokens, options.seconds, watch=options.watch)}
     target.close()
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
     common.write(f"h200_equality_{options.shape}_{options.kernels}", settings, results)
 
 

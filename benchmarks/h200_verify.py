@@ -338,7 +338,7 @@ def main() -> None:
     if options.profile:
         results["kernels_us"] = {f"{n}@{c}": profile(target, n, c) for c in options.contexts for n in (1, 64)}
     target.close()
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
     common.write(options.out or f"h200_verify_{options.shape}_{options.kernels}", settings, results)
 
 

@@ -183,7 +183,7 @@ def main() -> None:
         }
         for width in widths
     }
-    settings = {key: str(value) for key, value in vars(options).items()}
+    settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
     common.write(options.name, settings, results)
     draft.close()
 
