@@ -18,6 +18,7 @@ import pytest
 from workers import in_thread
 from worlds import World
 
+import duodecoding
 from duodecoding.backends import scripted
 from duodecoding.bench import engines, journal, limit, metrics, order, peers, report
 from duodecoding.bench import run as bench_run
@@ -665,6 +666,57 @@ def test_transformers_on_the_same_weights_says_the_same(tiny):
         sampled = peer.answer([5, 6, 7], replace(params, temperature=0.8))
         assert 0 < len(sampled["tokens"]) <= 20
         peer.close()
+
+
+def test_a_draft_with_some_of_the_tokens_assists(tiny):
+    import copy
+
+    import numpy as np
+    from transformers import LlamaForCausalLM
+
+    from duodecoding.backends.trim import Trim
+    from duodecoding.bench.peers.transformers import TransformersPeer, twin, untrimmed
+
+    model, config = twin(tiny), copy.deepcopy(tiny.config)
+    config.vocab_size, config._attn_implementation = 40, "sdpa"
+    small = LlamaForCausalLM(config).eval()
+    ids = np.arange(0, 64, 2)[:32].tolist() + list(range(49, 64, 2))
+    trim = Trim(np.array(sorted(ids)), np.arange(64) % 40, "")
+    told = small(_torch_ids([[int(trim.stand_ins[token]) for token in (5, 6, 7)]])).logits[0, -1]
+    draft = untrimmed(small, trim)
+    whole = draft(_torch_ids([[5, 6, 7]])).logits[0, -1]
+    assert whole[trim.token_ids.tolist()].tolist() == told.tolist()
+    assert sorted(set(range(64)) - set(whole.isinf().nonzero().flatten().tolist())) == trim.token_ids.tolist()
+    plain = TransformersPeer("transformers", model, [], 1, {}).answer([5, 6, 7, 8], SamplingParams(max_tokens=20))
+    assisted = TransformersPeer("assisted", model, [], 1, {"assistant_model": draft}).answer(
+        [5, 6, 7, 8], SamplingParams(max_tokens=20)
+    )
+    assert assisted["tokens"] == plain["tokens"]
+
+
+def test_the_embedded_draft_says_the_same_to_transformers(tiny):
+    """Its file has joint tensors and some of the tokens, neither of which transformers knows."""
+    pytest.importorskip("gguf", reason="gguf is not installed: make torch installs it")
+    from duodecoding.backends import load_draft
+    from duodecoding.bench.peers.transformers import _assistant
+    from duodecoding.drafters.growth import BestFirst
+    from duodecoding.drafters.model import ModelDrafter
+
+    path, prompt = Path(duodecoding.__file__).parent / "drafts" / "smollm2-draft.gguf", [504, 3575, 282, 4649, 314]
+    drafter = ModelDrafter(load_draft(path, EngineConfig(threads=1)))
+    drafter.open(prompt, SamplingParams(), BestFirst(width=1, branching=1))
+    guesses = [proposal.token for _ in range(3) for proposal in drafter.grow(drafter.next_leaves())]
+    drafter.close()
+    draft = _assistant(path, tiny)
+    for guess in guesses:
+        assert draft(_torch_ids([prompt])).logits[0, -1].argmax() == guess
+        prompt.append(guess)
+
+
+def _torch_ids(ids: list[list[int]]) -> Any:
+    import torch
+
+    return torch.tensor(ids)
 
 
 def test_what_cannot_be_done_with_a_torch_model_here(tiny, monkeypatch):

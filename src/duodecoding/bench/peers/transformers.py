@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from duodecoding.backends.trim import Trim, read_trim
 from duodecoding.bench.peers import Contender, Ground, Said
 from duodecoding.errors import BackendMissing
 from duodecoding.types import SamplingParams
@@ -41,7 +42,7 @@ def create(kind: str, ground: Ground) -> Contender:
             raise BackendMissing(f"{name} is left out", "transformers compiles on a GPU only")
         options["cache_implementation"] = "static"
     elif kind == "assisted" and ground.draft_file is not None:
-        options["assistant_model"] = read_gguf(ground.draft_file, model.device, model.dtype)
+        options["assistant_model"] = _assistant(ground.draft_file, model)
     elif kind == "lookup":
         options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     peer = TransformersPeer(name, model, sorted(ground.target.vocabulary.end_tokens), ground.per_task, options)
@@ -70,11 +71,68 @@ def _model(ground: Ground) -> Any:
 
 
 def read_gguf(path: Path, device: Any, dtype: Any) -> Any:
+    """Refused if transformers would fill in weights that it does not find. Those that we join ourselves are handed to it."""
+    import gguf
     from transformers import AutoModelForCausalLM
 
     with redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
-        model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=dtype, local_files_only=True)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    found = {name: rows for layer in range(model.config.num_hidden_layers) for name, rows in _parted(tensors, layer, model.config)}
+    lacking = set(loaded["missing_keys"]) - set(found)
+    if lacking:
+        raise BackendMissing(f"transformers cannot read {path.name}", f"it does not find {min(lacking)}")
+    model.load_state_dict(found, strict=False)
     return _ready(model.to(device))
+
+
+def _parted(tensors: Mapping[str, Any], layer: int, config: Any) -> Iterator[tuple[str, Any]]:
+    """Queries, keys and values that a file of ours has as one tensor, rotary pairs side by side."""
+    import gguf
+    import torch
+
+    joint = tensors.get(f"blk.{layer}.attn_qkv.weight")
+    if joint is None:
+        return
+    rows = torch.from_numpy(gguf.quants.dequantize(joint.data, joint.tensor_type).copy())
+    size, heads, shared = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    for part, of_part in zip("qkv", rows.split([heads * size, shared * size, shared * size]), strict=True):
+        halves = of_part if part == "v" else of_part.view(-1, size // 2, 2, rows.shape[1]).transpose(1, 2).reshape(of_part.shape)
+        yield f"model.layers.{layer}.self_attn.{part}_proj.weight", halves
+
+
+def _assistant(path: Path, model: Any) -> Any:
+    import gguf
+
+    draft, fields = read_gguf(path, model.device, model.dtype), gguf.GGUFReader(path).fields
+    trim = read_trim(lambda name: fields[name].contents() if name in fields else "", draft.config.vocab_size, path.name)
+    return draft if trim is None else untrimmed(draft, trim)
+
+
+def untrimmed(draft: Any, trim: Trim) -> Any:
+    """A draft with some of the target's tokens, as one with all of them: `generate` takes no other. It never says the rest."""
+    import torch
+    from torch import nn
+
+    class Head(nn.Module):  # type: ignore[misc]
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner, self.ids = inner, torch.from_numpy(trim.token_ids).to(inner.weight.device)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            said = self.inner(x)
+            whole = said.new_full((*said.shape[:-1], len(trim.stand_ins)), -torch.inf)
+            whole[..., self.ids] = said
+            return whole
+
+    embeddings = draft.get_input_embeddings().weight
+    draft.config.tie_word_embeddings = False
+    draft.set_output_embeddings(Head(draft.get_output_embeddings()))
+    draft.set_input_embeddings(nn.Embedding.from_pretrained(embeddings[torch.from_numpy(trim.stand_ins).to(embeddings.device)]))
+    draft.config.vocab_size = len(trim.stand_ins)
+    return draft
 
 
 def _ready(model: Any) -> Any:
