@@ -314,9 +314,9 @@ def test_an_answer_starts_cold_in_target_and_draft(pair):
     opened: list[tuple[str, list[int]]] = []
 
     class Noting(scripted.ScriptedDraft):
-        def open(self, prompt: Any) -> None:
+        def open(self, prompt: Any, unread: int = 0) -> None:
             opened.append(("draft", list(prompt)))
-            super().open(prompt)
+            super().open(prompt, unread)
 
     draft = Noting(WORLD.draft().vocabulary, scripted.random_script(WORLD.size), context=512)
     for mode in (Mode.SERIAL, Mode.DUO):

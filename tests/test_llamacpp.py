@@ -438,6 +438,38 @@ def test_a_draft_keeps_the_common_prefix(draft: LlamaDraft, reference: LlamaTarg
         assert alike(row, linear(reference, tokens, [])[0])
 
 
+def test_a_draft_leaves_out_the_beginning_of_a_prompt(draft: LlamaDraft, reference: LlamaTarget) -> None:
+    """Its logits are those of the rest, wherever that lies; what is in the cache is used if it is as much as is asked for."""
+    prompt = tokens_of(draft, 300)  # type: ignore[arg-type]
+    longer = [*prompt, *tokens_of(draft, 350)[300:]]  # type: ignore[arg-type]
+    for tokens, unread, begins, reads in (
+        (prompt, 100, 100, True),
+        (prompt[:280], 0, 0, True),
+        (prompt, 100, 0, False),
+        (longer, 320, 320, True),
+        (longer, 330, 320, False),
+    ):
+        draft.open(tokens, unread)
+        assert (draft._cached <= unread) is reads
+        while draft.read():
+            pass
+        (row,) = draft.expand([Leaf(-len(tokens) + 1, None, tokens[-1], len(tokens) - 1)])
+        assert alike(row, linear(reference, tokens[begins:], [])[0])
+        assert C.llama_memory_seq_pos_min(draft._context.memory, draft._trunk) == begins
+
+
+def test_growth_behind_a_prompt_whose_beginning_is_left_out(draft: LlamaDraft, reference: LlamaTarget) -> None:
+    prompt = tokens_of(draft, 300)  # type: ignore[arg-type]
+    drafter = ModelDrafter(draft)
+    drafter.open(prompt, SamplingParams(), BestFirst(2, branching=2), unread=260)
+    for _ in range(3):
+        best = next(iter([drafter.grow(drafter.next_leaves()) for _ in range(3)]))[0]
+        right = linear(reference, prompt[260:], [])[0]
+        assert best.token in np.argsort(right)[-2:]
+        drafter.commit([best.token])
+        prompt.append(best.token)
+
+
 def test_a_draft_reads_a_long_prompt_in_chunks(draft: LlamaDraft, reference: LlamaTarget) -> None:
     prompt = tokens_of(draft, 400)  # type: ignore[arg-type]
     draft.open([7])

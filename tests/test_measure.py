@@ -45,9 +45,9 @@ class TimedDraft(scripted.ScriptedDraft):
     clock: Clock
     unread = 0
 
-    def open(self, prompt):
-        super().open(prompt)
-        self.unread = len(prompt)
+    def open(self, prompt, unread=0):
+        super().open(prompt, unread)
+        self.unread = len(prompt) - unread
 
     def read(self):
         self.clock.now += 0.00005 * self.unread

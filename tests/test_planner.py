@@ -18,6 +18,7 @@ from duodecoding.planner import (
     cores_for_draft,
     how_many_leaves,
     how_many_nodes,
+    tokens_unread,
     worth_waiting,
 )
 
@@ -270,3 +271,17 @@ def test_waiting_in_vain_is_not_repeated():
     assert clock.outlook(1.0) is None
     clock.began(1.5, [6])
     assert clock.outlook(1.5) is not None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "passes", "read", "unread"),
+    [
+        (200, 0.0045, 1.5e-4, 0),  # short prompts are read whole
+        (1000, 0.0045, 1.5e-4, 744),  # eight passes are 240 tokens
+        (1000, 0.018, 1.5e-4, 40),  # 960 while a slow target takes eight
+        (1000, 0.018, 1e-5, 0),
+        (1000, 0.0045, 0.0, 0),  # reading costs nothing
+    ],
+)
+def test_how_much_of_a_prompt_a_draft_reads(prompt: int, passes: float, read: float, unread: int) -> None:
+    assert tokens_unread(prompt, passes, read) == unread

@@ -216,7 +216,7 @@ def test_a_tree_without_bound_stops_growing(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "secret", "what"), [(VERSION + 1, "s", "version"), (VERSION, "wrong", "secret"), (1, "", "secret")]
+    ("version", "secret", "what"), [(VERSION + 1, "s", "version"), (VERSION, "wrong", "secret"), (VERSION, "", "secret")]
 )
 def test_a_handshake_that_fails(version: int, secret: str, what: str) -> None:
     client = Client(WORLD.draft(), secret="s")
@@ -235,7 +235,13 @@ def test_no_hello_no_service() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [Open(1, [], PARAMS, CHAIN), Open(1, [1], PARAMS, CHAIN, 0), Open(1, [1], PARAMS, GrowBestFirst(0))]
+    "bad",
+    [
+        Open(1, [], PARAMS, CHAIN),
+        Open(1, [1], PARAMS, CHAIN, 0),
+        Open(1, [1], PARAMS, CHAIN, unread=1),
+        Open(1, [1], PARAMS, GrowBestFirst(0)),
+    ],
 )
 def test_an_answer_that_makes_no_sense_ends_the_connection(client: Client, bad: Open) -> None:
     client.connection.send(bad)
@@ -321,8 +327,8 @@ class SlowReader(scripted.ScriptedDraft):
         super().__init__(other.vocabulary, other._script, context=other.context)
         self.opened, self.allowed = threading.Event(), threading.Event()
 
-    def open(self, prompt: Sequence[int]) -> None:
-        super().open(prompt)
+    def open(self, prompt: Sequence[int], unread: int = 0) -> None:
+        super().open(prompt, unread)
         self.opened.set()
 
     def read(self) -> bool:

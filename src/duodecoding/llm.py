@@ -21,7 +21,7 @@ from duodecoding.drafters.recycling import RecyclingDrafter
 from duodecoding.drafters.store import Store
 from duodecoding.errors import ContextOverflow, Interrupted, UsageError
 from duodecoding.grammar import Grammars
-from duodecoding.planner import cores_for_draft
+from duodecoding.planner import cores_for_draft, tokens_unread
 from duodecoding.realtime import Drafters, Meter, Overlap, Pace, growth_of, growth_plan, take_turns
 from duodecoding.remote import RemoteDrafter
 from duodecoding.sampling import Constraint
@@ -423,15 +423,17 @@ class Stream:
         if self._constraint is not None:
             conversation.sampler.constraint = self._constraint
         self._reused = conversation.reused
+        unread = tokens_unread(len(prompt), pace.costs.verify_cost(1, len(prompt)), pace.costs.draft_prompt)
         if worker is None:
             if core.uses_drafts:
-                drafters.open(prompt, params, growth_of(config))
+                drafters.open(prompt, params, growth_of(config), unread)
             return take_turns(core, target, conversation, drafters, meter, pace)
         lockstep = config.mode is Mode.LOCKSTEP
         free = Drafters() if lockstep else drafters.free
 
         def start_drafting() -> None:
-            worker.open(prompt, params, growth_plan(config, pace.costs, len(prompt)), grow=core.drafting)
+            growth = growth_plan(config, pace.costs, len(prompt))
+            worker.open(prompt, params, growth, unread=unread, grow=core.drafting)
             free.open(prompt, params, growth_of(config))
 
         return Overlap(core, target, conversation, worker, free, meter, pace, lockstep=lockstep).rounds(start_drafting)

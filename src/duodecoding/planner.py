@@ -1,4 +1,4 @@
-"""The hardware-aware budget: five decisions, each a small pure function, and what they learn from.
+"""The hardware-aware budget: six decisions, each a small pure function, and what they learn from.
 
 Probabilities here are of acceptance: drafters calibrate theirs before they hand out guesses. Times are seconds.
 """
@@ -17,6 +17,10 @@ BINS = 16
 EDGES = [1 / (1 + math.exp(6 - 12 * i / BINS)) for i in range(1, BINS)]  # even in log-odds: the ends matter as much as the middle
 PRIOR_WEIGHT = 6.0  # observations that the draft's own word counts for
 FORGET = 0.998  # per observation in a bin
+LEAST_READ, READING_PASSES = (
+    256,
+    8,
+)  # of a prompt, by the draft: tokens in any case, and passes of the target that it may take for more
 
 
 class Calibration:
@@ -134,6 +138,13 @@ def cores_for_draft(allowed: Sequence[int], target_on_gpu: bool) -> tuple[list[i
     if target_on_gpu:
         return cores[:1], cores[1:]
     return cores, cores  # both compute on the CPU and share it; the switch decides whether that pays
+
+
+def tokens_unread(prompt: int, pass_seconds: float, read_seconds: float) -> int:
+    """Decision 6: tokens at the beginning of a prompt that the draft leaves out, to be ready after a few passes of the target. What
+    comes just before the answer tells it most, and lookup repeats the rest. `read_seconds`: of the draft, for one token."""
+    affordable = READING_PASSES * pass_seconds / read_seconds if read_seconds > 0 else math.inf
+    return int(max(0, prompt - max(LEAST_READ, affordable)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,9 +71,9 @@ class Drafters:
         """Those that need no model."""
         return Drafters(lookup=self.lookup, recycling=self.recycling)
 
-    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
+    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth, unread: int = 0) -> None:
         if self.model is not None:
-            self.model.open(prompt, params, growth)
+            self.model.open(prompt, params, growth, unread)
         if self.lookup is not None:
             self.lookup.open(prompt)
         if self.recycling is not None:

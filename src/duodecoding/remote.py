@@ -181,6 +181,7 @@ class _Answer:
     prompt: list[int]
     params: SamplingParams
     growth: GrowthPlan
+    unread: int = 0
     committed: list[int] = field(default_factory=list)
     grow: bool = True
     number: int = 0  # of the last `Open`; 0: not opened yet
@@ -233,15 +234,18 @@ class RemoteDrafter:
             except (OSError, WireError) as error:
                 self._fail(f"it could not be started: {error}")
 
-    def open(self, prompt: Sequence[int], params: SamplingParams, growth: GrowthPlan, *, grow: bool = True) -> None:
-        """A new answer. If the worker is not there yet it joins later. `grow`: draft at once."""
+    def open(
+        self, prompt: Sequence[int], params: SamplingParams, growth: GrowthPlan, *, unread: int = 0, grow: bool = True
+    ) -> None:
+        """A new answer. If the worker is not there yet it joins later. `unread`: tokens at the prompt's beginning that it leaves
+        out. `grow`: draft at once."""
         if self._answer is not None and self._answer.growing and not self._answer.faults:
             self._failures = 0  # it went through a whole answer
         self._answer, self._owes = None, False
         for _ in range(2):  # has it come up, or died, since the last answer? The end comes behind the last messages
             self.poll()
         self.start()
-        self._answer = _Answer(list(prompt), params, growth, grow=grow)
+        self._answer = _Answer(list(prompt), params, growth, unread, grow=grow)
         self._join()
 
     def commit(self, tokens: Sequence[int], *, grow: bool = True, interrupt: bool = False) -> None:
@@ -371,7 +375,7 @@ class RemoteDrafter:
         self._openings += 1
         self._first_key = self._next_key
         answer.number = self._openings
-        self._send(Open(answer.number, answer.prompt, answer.params, answer.growth, self._first_key, answer.grow))
+        self._send(Open(answer.number, answer.prompt, answer.params, answer.growth, self._first_key, answer.grow, answer.unread))
         if answer.committed:
             self._send(Commit(answer.number, list(answer.committed), answer.grow))
 

@@ -20,7 +20,7 @@ from duodecoding.costs import Profile, from_record
 from duodecoding.drafters.growth import BestFirst, Chains, Growth
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
-from duodecoding.planner import DraftClock, Switch
+from duodecoding.planner import DraftClock, Switch, tokens_unread
 from duodecoding.realtime import Drafters, guess_for_free, model_guessed, recycle
 from duodecoding.sampling import Choice, Guess, Sampler
 from duodecoding.trace import Did, Lane, Timeline
@@ -70,7 +70,7 @@ class Recording:
         return lambda i: Choice(self.answer[first + (0 if i == ROOT else depth[i])], 0.0)
 
 
-Memory = dict[tuple[int, ...], list[Guess]]  # of one recording: tokens of its text to follow, then others -> guesses
+Memory = dict[tuple[int, ...], list[Guess]]  # of one recording: tokens left out, tokens of its text to follow, others -> guesses
 
 
 class RecordedDrafter(ModelDrafter):
@@ -85,8 +85,8 @@ class RecordedDrafter(ModelDrafter):
         self._recording, self._memory = recording, memory
         self._text = [*recording.prompt, *recording.answer]
 
-    def _start(self, _prompt: Sequence[int]) -> None:
-        pass
+    def _start(self, _prompt: Sequence[int], unread: int) -> None:
+        self._unread = unread
 
     def _guesses(self, leaves: Sequence[Node]) -> list[list[Guess]]:
         places = [self._place(node) for node in leaves]
@@ -95,15 +95,15 @@ class RecordedDrafter(ModelDrafter):
         return [self._memory[place] for place in places]
 
     def _place(self, node: Node) -> tuple[int, ...]:
-        """A path's name in the memory: how far it follows the recorded text, then its own tokens."""
+        """A path's name in the memory: where the model begins, how far it follows the recorded text, then its own tokens."""
         path = node.path(self._tree.root)
         begin = len(self._tree.tokens)  # committed, so they are those of the recording
         same = next((i for i, token in enumerate(path) if self._text[begin + i : begin + i + 1] != [token]), len(path))
-        return (begin + same, *path[same:])
+        return (self._unread, begin + same, *path[same:])
 
     def _read(self, place: tuple[int, ...]) -> list[Guess]:
-        text = [*self._text[: place[0]], *place[1:]]
-        self._draft.open(text)
+        text = [*self._text[: place[1]], *place[2:]]
+        self._draft.open(text, place[0])
         row = self._draft.expand([Leaf(1, None, text[-1], len(text) - 1)])[0]
         sampler = Sampler(self._recording.params, self._recording.prompt, self._draft.vocabulary.size)
         sampler.commit(text[len(self._recording.prompt) :])
@@ -228,7 +228,12 @@ class Simulation:
     def _draft_ready(self) -> float:
         """When the draft has read the prompt, beside the target."""
         reads = self.drafter is not None and self.config.mode is not Mode.OFF
-        return len(self.recording.prompt) * self.profile.draft_prompt if reads else 0.0
+        return (len(self.recording.prompt) - self._unread) * self.profile.draft_prompt if reads else 0.0
+
+    @property
+    def _unread(self) -> int:
+        prompt, costs = len(self.recording.prompt), self.profile
+        return tokens_unread(prompt, costs.verify_cost(1, prompt), costs.draft_prompt)
 
     def _pass(self, core: DuoCore, work: Verify) -> None:
         """The clock moves on by a pass."""
@@ -253,7 +258,7 @@ class Simulation:
 
     def _open(self, growth: Growth) -> ModelDrafter | None:
         if self.drafter is not None:
-            self.drafter.open(self.recording.prompt, self.recording.params, growth)
+            self.drafter.open(self.recording.prompt, self.recording.params, growth, self._unread)
         return self.drafter
 
     def _turns(self, core: DuoCore) -> None:

@@ -23,7 +23,7 @@ from duodecoding.drafters.growth import BestFirst, Chains, Growth
 from duodecoding.errors import DuoError
 from duodecoding.types import SamplingParams
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME = 8 << 20  # bytes of one message
 MAX_UNSENT = 2 * MAX_FRAME  # bytes that wait for a peer who does not read
 MAX_READS = 64  # of the socket in a row, so that a peer who never stops cannot hold us
@@ -75,6 +75,7 @@ class Open(_Record, frozen=True, tag="open"):
     growth: GrowthPlan
     first_key: int = 1  # of the guesses; they count up from here
     grow: bool = True  # at once, or only when a commit says so
+    unread: int = 0  # tokens at the prompt's beginning to leave out
 
 
 class Commit(_Record, frozen=True, tag="commit"):

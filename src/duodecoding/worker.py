@@ -138,13 +138,13 @@ class Session:
         return True
 
     def _open(self, message: Open) -> None:
-        if not message.prompt or message.first_key < 1:
-            raise WireError("the other side speaks nonsense", "an empty prompt or a key below 1")
+        if not 0 <= message.unread < len(message.prompt) or message.first_key < 1:
+            raise WireError("the other side speaks nonsense", "an empty prompt, nothing of it to read or a key below 1")
         self._answer, self._root = message.answer, len(message.prompt) - 1
         self._strange = self._has_strange(message.prompt)
         self._reading, self._told, self._grown, self._width = True, False, [], 0
         if not self._strange:
-            self._drafter.open(message.prompt, message.params, build_growth(message.growth))
+            self._drafter.open(message.prompt, message.params, build_growth(message.growth), message.unread)
             self._drafter.number_from(message.first_key)
 
     def _commit(self, tokens: Sequence[int]) -> None:

@@ -154,9 +154,9 @@ class Disturbed:
         self._other.stop_on(self._flag)
         self.stopped, self.difference = 0, 0.0
 
-    def open(self, prompt: Sequence[int]) -> None:
-        self._calm.open(prompt)
-        self._other.open(prompt)
+    def open(self, prompt: Sequence[int], unread: int = 0) -> None:
+        self._calm.open(prompt, unread)
+        self._other.open(prompt, unread)
 
     def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
         right = [row.copy() for row in self._calm.expand(leaves)]

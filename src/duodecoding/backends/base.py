@@ -89,8 +89,8 @@ class Draft(Protocol):
     context: int
     token_ids: Ids | None  # the token of each logit, ascending; None: its place, for the draft knows all tokens
 
-    def open(self, prompt: Sequence[int]) -> None:
-        """Start on a new context, keeping the KV cache of the common prefix."""
+    def open(self, prompt: Sequence[int], unread: int = 0) -> None:
+        """Start on a new context, keeping the KV cache of the common prefix. `unread`: tokens at its beginning to leave out."""
         ...
 
     def read(self) -> bool:

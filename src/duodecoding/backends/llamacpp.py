@@ -506,15 +506,20 @@ class LlamaDraft:
         self.token_ids = model.trim.token_ids if model.trim is not None else None
         self.context = _usable_context(model, context)
         self._context = _Context(model, self.context, threads, exact=exact, sequences=DRAFT_SEQUENCES)
+        self._exact = exact
         self._tokens: list[int] = []
-        self._cached = 0  # committed tokens in the KV cache
+        self._unread = 0  # committed tokens at the beginning that are left out
+        self._cached = 0  # committed tokens behind which the KV cache ends
         self._trunk = 0  # the sequence that holds them
         self._sequence: dict[int, int] = {}  # expanded node -> its path's sequence
         self._end = {self._trunk: 0}  # sequence -> position behind its last cell
         self._free = dict.fromkeys(range(1, DRAFT_SEQUENCES), 0)  # sequence -> how many committed tokens it holds nevertheless
 
-    def open(self, prompt: Sequence[int]) -> None:
+    def open(self, prompt: Sequence[int], unread: int = 0) -> None:
         self._cached = min(_common(self._tokens[: self._cached], prompt), len(prompt) - 1)
+        if self._cached <= max(unread, self._unread) or self._unread > unread or (self._exact and self._unread != unread):
+            self._cached = self._unread = unread  # what is there is too little, or less than asked for
+            self._context.cut(-1, 0)
         self._tokens = list(prompt)
         self._sequence.clear()
         self._drop_sequences(self._cached)

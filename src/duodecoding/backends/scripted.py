@@ -194,8 +194,8 @@ class ScriptedDraft:
     def stop_on(self, flag: mmap.mmap) -> None:
         self._flag = flag
 
-    def open(self, prompt: Sequence[int]) -> None:
-        demand(len(prompt) > 0, "an empty prompt")
+    def open(self, prompt: Sequence[int], unread: int = 0) -> None:
+        demand(0 <= unread < len(prompt), "an empty prompt, or nothing of it to read")
         self._tokens = tuple(prompt)
         self._expanded: dict[int, History] = {}  # node -> history up to and with it
         self._keys: set[int] = set()  # of all nodes ever expanded

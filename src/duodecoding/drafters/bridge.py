@@ -48,13 +48,13 @@ class BridgeDrafter(ModelDrafter):
         self._twins: dict[int, int | None] = {}
         self.steps = 0  # of the draft, in all answers
 
-    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:  # noqa: ARG002 - as any drafter's
+    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth, unread: int = 0) -> None:  # noqa: ARG002 - as any drafter's
         # Noise, penalties and biases belong to the target's ids; the draft's own ids mean other tokens.
-        super().open(prompt, SamplingParams(), growth)
+        super().open(prompt, SamplingParams(), growth, unread)
 
-    def _start(self, prompt: Sequence[int]) -> None:
+    def _start(self, prompt: Sequence[int], unread: int) -> None:
         self._links = count(1)
-        self._reset(self._read_prompt(prompt), b"")
+        self._reset(self._read_prompt(prompt[unread:]), b"")
 
     def _reset(self, ids: list[int], behind: bytes) -> None:
         self._ids = ids  # the draft's context

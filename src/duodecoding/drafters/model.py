@@ -28,8 +28,9 @@ class ModelDrafter:
         self._knows_more = self._vocab_limit < draft.vocabulary.size
         self.calibration = Calibration()
 
-    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth) -> None:
-        self._start(prompt)
+    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth, unread: int = 0) -> None:
+        """`unread`: tokens at the prompt's beginning that the model does not see."""
+        self._start(prompt, unread)
         self._sampler = Sampler(params, prompt, self._draft.vocabulary.size)
         self._tree = TokenTree(prompt)
         self._growth = growth
@@ -37,8 +38,8 @@ class ModelDrafter:
         self._said: dict[int, float] = {}  # what the draft said before calibration, by key of the guess
         self._keys = count(1)
 
-    def _start(self, prompt: Sequence[int]) -> None:
-        self._draft.open(prompt)
+    def _start(self, prompt: Sequence[int], unread: int) -> None:
+        self._draft.open(prompt, unread)
 
     def number_from(self, first_key: int) -> None:
         """Keys of the guesses from now on. One answer may be opened twice, and a key never comes back."""
