@@ -14,7 +14,7 @@ from duodecoding.cli.main import main
 from duodecoding.cli.profile import in_words, priced
 from duodecoding.costs import to_record
 from duodecoding.errors import UsageError
-from duodecoding.types import EngineConfig
+from duodecoding.types import EngineConfig, SamplingParams
 from duodecoding.virtual import load_profile
 
 WORLD = World(context=1200, draft_context=1200, size=32)
@@ -90,6 +90,28 @@ def test_the_curves_are_what_the_models_take():
     assert profile.measured
     assert shares == sorted(shares)
     assert all(0 <= share < 1 for share in shares)
+
+
+def test_costs_are_those_of_the_sampling_that_is_asked_for(monkeypatch):
+    target, draft, clock = timed()
+    opened = []
+    monkeypatch.setattr(measure.ModelDrafter, "open", _noting(opened, measure.ModelDrafter.open))
+    monkeypatch.setattr(TimedTarget, "open", _noting(opened, TimedTarget.open))
+    warm = SamplingParams(temperature=0.8)
+    measure.measure(target, draft, nodes=(1, 2), contexts=(64,), widths=(1,), repeats=1, params=warm, clock=clock)
+    assert opened.count(warm) == 2  # the last one times the prompt alone
+    opened.clear()
+    measure.measure(target, draft, nodes=(1, 2), contexts=(64,), widths=(1,), repeats=1, clock=clock)
+    assert opened
+    assert all(params == SamplingParams() for params in opened)
+
+
+def _noting(seen, inner):
+    def opening(self, prompt, params, *rest):
+        seen.append(params)
+        return inner(self, prompt, params, *rest)
+
+    return opening
 
 
 def test_a_pair_without_a_draft_model():

@@ -41,6 +41,7 @@ QUICK_NODES = (1, 2, 4, 8)
 CONTEXTS = (128, 512, 2048)
 WIDTHS = (1, 2, 4, 8, 16)  # leaves in a draft step
 REPEATS = 7
+GREEDY = SamplingParams()
 QUICK_CONTEXT = 16
 QUICK_LIMIT = 0.2  # seconds; after a pass this long no larger one is tried
 SLOW = 0.3  # seconds of a pass
@@ -64,22 +65,23 @@ def measure(
     contexts: Sequence[int] = CONTEXTS,
     widths: Sequence[int] = WIDTHS,
     repeats: int = REPEATS,
+    params: SamplingParams = GREEDY,
     progress: Progress = lambda what, share: None,
     clock: Clock = time.perf_counter,
 ) -> Profile:
     """Both cost curves and the rest of a profile. Contexts too long for the target are left out; without a draft its numbers are
-    those of the target."""
+    those of the target. `params`: choosing a token costs both sides more at a temperature."""
     contexts = _possible(contexts, target.context, room=max(nodes) + 2 * len(nodes) * (repeats + 1))
     steps = len(contexts) + 3
     verify = {}
     for done, context in enumerate(contexts):
         progress(f"passes of the target at {context} tokens", done / steps)
-        verify[context] = fit(list(verify_samples(target, context, nodes, repeats, clock)))
+        verify[context] = fit(list(verify_samples(target, context, nodes, repeats, clock, params)))
     progress("prompts", (steps - 3) / steps)
     target_prompt = _target_prompt(target, contexts[-1], clock)
     draft_prompt = _draft_prompt(draft, min(contexts[-1], draft.context - 1), clock) if draft is not None else target_prompt
     progress("draft steps", (steps - 2) / steps)
-    samples = draft_samples(draft, contexts[0], widths, repeats, clock) if draft is not None else ()
+    samples = draft_samples(draft, contexts[0], widths, repeats, clock, params) if draft is not None else ()
     drafted = fit(list(samples)) if draft is not None else CostCurve(verify[contexts[0]].points)
     progress("messages", (steps - 1) / steps)
     return Profile(name, about, True, verify, drafted, target_prompt, draft_prompt, latency(clock=clock), dict(settings or {}))
@@ -109,9 +111,11 @@ def quick_verify(target: Target, *, clock: Clock = time.perf_counter) -> dict[in
 # The target
 
 
-def verify_samples(target: Target, context: int, nodes: Sequence[int], repeats: int, clock: Clock) -> Iterator[tuple[int, float]]:
+def verify_samples(
+    target: Target, context: int, nodes: Sequence[int], repeats: int, clock: Clock, params: SamplingParams
+) -> Iterator[tuple[int, float]]:
     """(tokens in the pass, seconds), sizes in turn so that a busy moment of the machine hits all of them."""
-    conversation = target.open(_prompt(target.vocabulary, context), SamplingParams())
+    conversation = target.open(_prompt(target.vocabulary, context), params)
     _round(target, conversation, 1, clock)  # reads the prompt
     slow: set[int] = set()  # three will do
     for turn in range(repeats + 1):
@@ -157,19 +161,21 @@ def _prompt(vocabulary: Vocabulary, length: int, *, backwards: bool = False) -> 
 # The draft
 
 
-def draft_samples(draft: Draft, context: int, widths: Sequence[int], repeats: int, clock: Clock) -> Iterator[tuple[int, float]]:
+def draft_samples(
+    draft: Draft, context: int, widths: Sequence[int], repeats: int, clock: Clock, params: SamplingParams
+) -> Iterator[tuple[int, float]]:
     """(leaves in the step, seconds), our own work on the guesses included."""
     drafter = ModelDrafter(draft)
     prompt = _prompt(draft.vocabulary, min(context, draft.context // 2))
     for width in widths:
-        for seconds in islice(_steps(drafter, prompt, width, clock), repeats):
+        for seconds in islice(_steps(drafter, prompt, params, width, clock), repeats):
             yield width, seconds
 
 
-def _steps(drafter: ModelDrafter, prompt: Sequence[int], width: int, clock: Clock) -> Iterator[float]:
+def _steps(drafter: ModelDrafter, prompt: Sequence[int], params: SamplingParams, width: int, clock: Clock) -> Iterator[float]:
     """Seconds of steps with exactly `width` leaves, as long as a tree has any. A full tree makes room for another."""
     while True:
-        drafter.open(prompt, SamplingParams(), BestFirst(width, branching=BRANCHING))
+        drafter.open(prompt, params, BestFirst(width, branching=BRANCHING))
         while drafter.read():
             pass
         before = 0

@@ -164,8 +164,9 @@ class Run:
         draft = backends.load_draft(self.draft_file, llm.config)
         try:
             costs = measure.measure(
-                llm.target, draft, about=about, nodes=NODES, contexts=CONTEXTS, repeats=REPEATS, progress=self._progress
-            )
+                llm.target, draft, about=about, nodes=NODES, contexts=CONTEXTS, repeats=REPEATS, params=self.plan.params,
+                progress=self._progress,
+            )  # fmt: skip
         finally:
             draft.close()
         self.journal.note("profile", **to_record(costs))
