@@ -21,7 +21,8 @@ import numpy as np
 from common import spread, write
 from draft_step import TEXT, steps
 
-from duodecoding.backends.llamacpp import LlamaDraft, LlamaModel, physical_cores
+from duodecoding.backends.llamacpp import LlamaModel, physical_cores
+from duodecoding.backends.llamacpp_draft import LlamaDraft
 from duodecoding.distill import export
 from duodecoding.drafters.model import ModelDrafter
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from common import spread, write
 
-from duodecoding.backends.llamacpp import LlamaDraft, LlamaModel, physical_cores
+from duodecoding.backends.llamacpp import LlamaModel, physical_cores
+from duodecoding.backends.llamacpp_draft import LlamaDraft
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.types import SamplingParams

@@ -16,7 +16,8 @@ import tinymodels
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends import load_draft, load_target, read_vocabulary, scripted
 from duodecoding.backends.base import Leaf, Target
-from duodecoding.backends.llamacpp import DRAFT_SEQUENCES, MAX_SEQUENCES, LlamaDraft, LlamaTarget, paths_of
+from duodecoding.backends.llamacpp import MAX_SEQUENCES, LlamaTarget, paths_of
+from duodecoding.backends.llamacpp_draft import DRAFT_SEQUENCES, LlamaDraft
 from duodecoding.core import walk
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import MAX_EXPANDED, ModelDrafter

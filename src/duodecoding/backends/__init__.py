@@ -62,10 +62,11 @@ def load_target(path: Path, config: EngineConfig, progress: Progress = lambda wh
 
 def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draft:
     """On the CPU, wherever the target runs: that is the point. `exact`: its guesses do not depend on the order of the work."""
-    from duodecoding.backends import llamacpp
+    from duodecoding.backends.llamacpp import LlamaModel
+    from duodecoding.backends.llamacpp_draft import LlamaDraft
 
-    model = llamacpp.LlamaModel(_gguf(path), repack=not exact)
-    return llamacpp.LlamaDraft(model, context=config.ctx_size, threads=config.threads_draft or config.threads, exact=exact)
+    model = LlamaModel(_gguf(path), repack=not exact)
+    return LlamaDraft(model, context=config.ctx_size, threads=config.threads_draft or config.threads, exact=exact)
 
 
 def _gguf(path: Path) -> Path:
