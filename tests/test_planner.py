@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from duodecoding.costs import CostCurve
 from duodecoding.planner import (
+    CAUTION,
+    DEAREST,
     Calibration,
     DraftClock,
     Switch,
@@ -38,9 +40,17 @@ def linear(first: float, each: float) -> list[float]:
 def test_the_number_of_nodes_is_the_best_of_all(probabilities, first, steps):
     prices = [first, *accumulate(steps, initial=first)]
     chosen = how_many_nodes(probabilities, prices, min(steps))
-    rates = [(1 + sum(probabilities[:n])) / prices[1 + n] for n in range(len(probabilities) + 1)]
-    assert 0 <= chosen <= len(probabilities)
-    assert rates[chosen] == pytest.approx(max(rates))
+    rates = [
+        (1 + sum(probabilities[:n])) / prices[1 + n] for n in range(len(probabilities) + 1) if prices[1 + n] <= DEAREST * first
+    ]
+    assert 0 <= chosen < len(rates)
+    assert rates[chosen] == pytest.approx(max(rates)) or (chosen == 0 and max(rates) <= CAUTION * rates[0] * 1.000001)
+
+
+def test_guesses_that_promise_little_are_not_worth_the_risk():
+    assert how_many_nodes([0.71], [0.0, 1.0, 1.6]) == 0  # 7 % more
+    assert how_many_nodes([0.8], [0.0, 1.0, 1.6]) == 1  # 12.5 %
+    assert how_many_nodes([0.95] * 20, linear(1.0, 0.5)) == 6  # a pass of four bare ones
 
 
 def test_free_nodes_are_all_verified_and_dear_ones_are_not():

@@ -17,6 +17,8 @@ BINS = 16
 EDGES = [1 / (1 + math.exp(6 - 12 * i / BINS)) for i in range(1, BINS)]  # even in log-odds: the ends matter as much as the middle
 PRIOR_WEIGHT = 6.0  # observations that the draft's own word counts for
 FORGET = 0.998  # per observation in a bin
+CAUTION = 1.1  # times the tokens a second of a bare pass that a pass over guesses must promise
+DEAREST = 4.0  # bare passes that one over guesses may take
 LEAST_READ, READING_PASSES = (
     256,
     8,
@@ -54,11 +56,13 @@ def how_many_nodes(probabilities: Sequence[float], prices: Sequence[float], chea
     """Decision 1: how many guesses maximise (1 + expected accepted) / price of a pass. Probabilities come best first.
 
     `prices`: of passes over 0, 1, 2, … tokens. `cheapest`: no place in a pass costs less. A guess that would not pay there ends the
-    search, and so all behind it.
+    search, and so all behind it. What promises little more than a bare pass is not worth its risk: of all that might have been
+    verified it was chosen because it looked good. Nor is a pass that takes as long as many bare ones, as on a CPU: a long chain
+    brings little more there than a short one, and loses more.
     """
-    best, best_rate, expected = 0, 1 / prices[1], 1.0
+    best, best_rate, expected = 0, CAUTION / prices[1], 1.0
     for n, (p, price) in enumerate(zip(probabilities, prices[2:], strict=False), start=1):
-        if p < cheapest * best_rate:
+        if p < cheapest * best_rate or price > DEAREST * prices[1]:
             break
         expected += p
         rate = expected / price
