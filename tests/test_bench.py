@@ -698,7 +698,7 @@ def test_the_embedded_draft_says_the_same_to_transformers(tiny):
     """Its file has joint tensors and some of the tokens, neither of which transformers knows."""
     pytest.importorskip("gguf", reason="gguf is not installed: make torch installs it")
     from duodecoding.backends import load_draft
-    from duodecoding.bench.peers.transformers import _assistant
+    from duodecoding.bench.peers.transformers import read_gguf
     from duodecoding.drafters.growth import BestFirst
     from duodecoding.drafters.model import ModelDrafter
 
@@ -707,7 +707,7 @@ def test_the_embedded_draft_says_the_same_to_transformers(tiny):
     drafter.open(prompt, SamplingParams(), BestFirst(width=1, branching=1))
     guesses = [proposal.token for _ in range(3) for proposal in drafter.grow(drafter.next_leaves())]
     drafter.close()
-    draft = _assistant(path, tiny)
+    draft = read_gguf(path, tiny.device, tiny.dtype)
     for guess in guesses:
         assert draft(_torch_ids([prompt])).logits[0, -1].argmax() == guess
         prompt.append(guess)

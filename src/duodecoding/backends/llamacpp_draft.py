@@ -39,8 +39,9 @@ class LlamaDraft:
 
     def open(self, prompt: Sequence[int], unread: int = 0) -> None:
         self._cached = min(common_prefix(self._tokens[: self._cached], prompt), len(prompt) - 1)
-        if self._cached <= max(unread, self._unread) or self._unread > unread or (self._exact and self._unread != unread):
-            self._cached = self._unread = unread  # what is there is too little, or less than asked for
+        fits = self._unread == unread if self._exact else self._unread <= unread
+        if self._cached <= unread or not fits:  # nothing of use is there, or less than is asked for
+            self._cached = self._unread = unread
             self._context.cut(-1, 0)
         self._tokens = list(prompt)
         self._sequence.clear()

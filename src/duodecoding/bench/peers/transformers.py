@@ -42,7 +42,7 @@ def create(kind: str, ground: Ground) -> Contender:
             raise BackendMissing(f"{name} is left out", "transformers compiles on a GPU only")
         options["cache_implementation"] = "static"
     elif kind == "assisted" and ground.draft_file is not None:
-        options["assistant_model"] = _assistant(ground.draft_file, model)
+        options["assistant_model"] = read_gguf(ground.draft_file, model.device, model.dtype)
     elif kind == "lookup":
         options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     peer = TransformersPeer(name, model, sorted(ground.target.vocabulary.end_tokens), ground.per_task, options)
@@ -71,7 +71,8 @@ def _model(ground: Ground) -> Any:
 
 
 def read_gguf(path: Path, device: Any, dtype: Any) -> Any:
-    """Refused if transformers would fill in weights that it does not find. Those that we join ourselves are handed to it."""
+    """Refused if transformers would fill in weights that it does not find. Those that we join ourselves are handed to it, and so
+    is a vocabulary that we trimmed."""
     import gguf
     from transformers import AutoModelForCausalLM
 
@@ -79,13 +80,15 @@ def read_gguf(path: Path, device: Any, dtype: Any) -> Any:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    reader = gguf.GGUFReader(path)
+    tensors, fields = {tensor.name: tensor for tensor in reader.tensors}, reader.fields
     found = {name: rows for layer in range(model.config.num_hidden_layers) for name, rows in _parted(tensors, layer, model.config)}
     lacking = set(loaded["missing_keys"]) - set(found)
     if lacking:
         raise BackendMissing(f"transformers cannot read {path.name}", f"it does not find {min(lacking)}")
     model.load_state_dict(found, strict=False)
-    return _ready(model.to(device))
+    trim = read_trim(lambda name: fields[name].contents() if name in fields else "", model.config.vocab_size, path.name)
+    return _ready((model if trim is None else untrimmed(model, trim)).to(device))
 
 
 def _parted(tensors: Mapping[str, Any], layer: int, config: Any) -> Iterator[tuple[str, Any]]:
@@ -103,14 +106,6 @@ def _parted(tensors: Mapping[str, Any], layer: int, config: Any) -> Iterator[tup
         yield f"model.layers.{layer}.self_attn.{part}_proj.weight", halves
 
 
-def _assistant(path: Path, model: Any) -> Any:
-    import gguf
-
-    draft, fields = read_gguf(path, model.device, model.dtype), gguf.GGUFReader(path).fields
-    trim = read_trim(lambda name: fields[name].contents() if name in fields else "", draft.config.vocab_size, path.name)
-    return draft if trim is None else untrimmed(draft, trim)
-
-
 def untrimmed(draft: Any, trim: Trim) -> Any:
     """A draft with some of the target's tokens, as one with all of them: `generate` takes no other. It never says the rest."""
     import torch
@@ -119,7 +114,8 @@ def untrimmed(draft: Any, trim: Trim) -> Any:
     class Head(nn.Module):  # type: ignore[misc]
         def __init__(self, inner: Any) -> None:
             super().__init__()
-            self.inner, self.ids = inner, torch.from_numpy(trim.token_ids).to(inner.weight.device)
+            self.inner = inner
+            self.register_buffer("ids", torch.from_numpy(trim.token_ids), persistent=False)  # goes where the model goes
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             said = self.inner(x)
@@ -130,7 +126,7 @@ def untrimmed(draft: Any, trim: Trim) -> Any:
     embeddings = draft.get_input_embeddings().weight
     draft.config.tie_word_embeddings = False
     draft.set_output_embeddings(Head(draft.get_output_embeddings()))
-    draft.set_input_embeddings(nn.Embedding.from_pretrained(embeddings[torch.from_numpy(trim.stand_ins).to(embeddings.device)]))
+    draft.set_input_embeddings(nn.Embedding.from_pretrained(embeddings[torch.from_numpy(trim.stand_ins)]))
     draft.config.vocab_size = len(trim.stand_ins)
     return draft
 
