@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 import common
@@ -23,6 +24,7 @@ import rig
 from h200_verify import machine
 
 from duodecoding import LLM, EngineConfig, SamplingParams
+from duodecoding.backends.torch_slots import CacheShape
 from duodecoding.errors import OutOfMemory
 
 SLACK = 64e6  # bytes that libraries keep for themselves once they have been used
@@ -54,18 +56,35 @@ def unpacked(source: Path, folder: Path) -> Path:
 
 
 def refused(source: Path, room: float, context: int) -> dict[str, Any]:
-    """Try to load, and to answer, with so much room on the card."""
+    """Try to load, and to answer, with so much room on the card. If a long prompt does not fit, a short one still should."""
     before = free()
     block = but(room)
-    said = "nothing"
+    found: dict[str, Any] = {"room_mb": room / 1e6, "loaded": False, "said": "nothing"}
     try:
         with LLM.from_config(config(source, context)) as llm:
-            llm.generate([5] * (context - 40), SamplingParams(max_tokens=4))
+            found["loaded"] = True
+            try:
+                llm.generate([5] * (context - 40), SamplingParams(max_tokens=4))
+            except OutOfMemory as error:
+                found["said"] = str(error)
+                found["short_prompt_served"] = served(llm)
     except OutOfMemory as error:
-        said = str(error)
-    left = room - free()
+        found["said"] = str(error)
+    found["left_behind_mb"] = (room - free()) / 1e6
+    found["of_torch_mb"] = (torch.cuda.memory_reserved() - block.numel()) / 1e6
     del block
-    return {"room_mb": room / 1e6, "said": said, "left_behind_mb": left / 1e6, "gone_mb": (before - free()) / 1e6}
+    return found | {"gone_mb": (before - free()) / 1e6}
+
+
+def torch_bytes(source: Path, context: int) -> float:
+    """Weights and KV cache, which are asked for before anything is loaded."""
+    weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    per_token = CacheShape.of(AutoConfig.from_pretrained(str(source))).bytes_per_token(torch.bfloat16)
+    return float(weights + per_token * (context + EngineConfig(model="").max_nodes + 1))
+
+
+def served(llm: LLM) -> bool:
+    return len(llm.generate([5] * 20, SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
 
 
 def main() -> None:
@@ -82,12 +101,20 @@ def cases(source: Path) -> dict[str, Any]:
         llm.generate([5] * 100, SamplingParams(max_tokens=4))
     found: dict[str, Any] = {"gpu": machine(), "refused": {}}
     start = time.monotonic()
-    for room, context in ((100e6, 512), (300e6, 8192), (330e6, 1024), (420e6, 4096), (600e6, 8192)):
+    needed = torch_bytes(source, 8192)
+    for room, context in (
+        (100e6, 512),
+        (300e6, 8192),
+        (needed + 8e6, 8192),
+        (needed + 110e6, 8192),
+        (needed + 160e6, 8192),
+        (needed + 1e9, 8192),
+    ):
         case = refused(source, room, context)
         found["refused"][f"{room / 1e6:.0f} MB, context {context}"] = case
         print(f"{time.monotonic() - start:.0f} s", room, context, case, flush=True)
     with LLM.from_config(config(source, 512)) as llm:
-        found["served afterwards"] = len(llm.generate([5] * 100, SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4
+        found["served afterwards"] = served(llm)
     found["nothing left behind"] = all(abs(case["left_behind_mb"]) * 1e6 < SLACK for case in found["refused"].values())
     return found
 

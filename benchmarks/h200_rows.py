@@ -23,7 +23,7 @@ from h200_verify import DEVICE, Numbers, machine
 from duodecoding.backends import torch_kernels
 from duodecoding.backends.torch import TorchTarget
 from duodecoding.backends.torch_fast import RowLinear
-from duodecoding.backends.torch_runner import Inputs, Rows
+from duodecoding.backends.torch_inputs import Inputs, Rows
 from duodecoding.backends.torch_slots import ATTENTION, attention
 from duodecoding.types import SamplingParams
 
@@ -51,7 +51,7 @@ def attentions(heads: int, kv_heads: int, size: int) -> dict[int, dict[int, int]
         q = torch.randn(heads, 64, size, device=DEVICE, dtype=torch.bfloat16)
         results = {}
         for n in (1, *COUNTS):
-            inputs = Inputs(n, DEVICE)
+            inputs = Inputs(n, DEVICE, torch_kernels.members(n, heads // kv_heads))
             inputs.fill(Rows(first, [0] * n, [-1] + [0] * (n - 1)))
             shorter = 512 if first + n <= 512 else length
             results[n] = torch_kernels.tree_attention(
@@ -73,7 +73,7 @@ def rotary(model: Any) -> dict[int, int]:
 
 def states(runner: Any, rows: Rows, length: int) -> list[torch.Tensor]:
     """The first row after the embedding and after every layer, then its logits."""
-    model, inputs = runner.model, Inputs(len(rows.tokens), DEVICE)
+    model, inputs = runner.model, Inputs(len(rows.tokens), DEVICE, runner._members(len(rows.tokens)))
     inputs.fill(rows)
     runner.slots.slots = rows.first + torch.arange(inputs.rows, device=DEVICE)
     runner.slots.length = length
@@ -113,7 +113,7 @@ def parts(runner: Any, first: int, tokens: list[int]) -> dict[str, int]:
     for name, module in layer.named_modules():
         hooks.append(module.register_forward_hook(lambda m, a, out, name=name: seen.setdefault(name, []).append(out)))
     for n in (1, 64):
-        inputs = Inputs(n, DEVICE)
+        inputs = Inputs(n, DEVICE, runner._members(n))
         inputs.fill(Rows(first, tokens[:n], [-1] + [0] * (n - 1)))
         runner.slots.slots, runner.slots.length = first + torch.arange(n, device=DEVICE), 512
         hidden = runner.model.model.embed_tokens(inputs.tokens[None])

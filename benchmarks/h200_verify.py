@@ -3,7 +3,8 @@
     python benchmarks/h200_verify.py --shape 7b --source SmolLM2-135M-Instruct.Q4_1.gguf
 
 Times are medians of CUDA events around a graph's replay. A round is the wall time from one verdict to the next, its host time what
-it takes beyond the graphs. The floor is the weights' bytes over the bandwidth of a copy on the same device.
+it takes beyond its own graphs (a GPU that works harder is slower, so no other round's will do). The floor is the weights' bytes
+over the bandwidth of a copy on the same device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import rig
 
 from duodecoding.backends import torch_kernels
 from duodecoding.backends.torch import TorchTarget
-from duodecoding.backends.torch_runner import Rows
+from duodecoding.backends.torch_inputs import Inputs, Rows
 from duodecoding.backends.torch_slots import ATTENTION, attention
 from duodecoding.core import walk
 from duodecoding.tree import PassNode
@@ -132,25 +133,51 @@ def bush(n: int) -> list[PassNode]:
     return [PassNode(i - 1 if i < 12 else (5 * i) % 12 - 1, 1000 + i) for i in range(n - 1)]
 
 
+class Timed:
+    """A graph that notes how long the device is at it."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph, self._events = graph, list[tuple[Any, Any]]()
+
+    def replay(self) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self._graph.replay()
+        end.record()
+        self._events.append((start, end))
+
+    def times(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in self._events]
+
+
 def rounds(target: TorchTarget, guesses: list[PassNode], context: int, count: int = REPEATS) -> dict[str, float]:
     """Whole rounds over n rows: wall time, and how much of it is not the graphs', of the pass and of sampling."""
     n = len(guesses) + 1
-    prompt = torch.randint(0, 40000, (context - n - count - 8,)).tolist()
+    prompt = torch.randint(0, 40000, (context - n - count - 12,)).tolist()
     conversation = target.open(prompt, SamplingParams())
     target.verify([(conversation, [])])
     conversation.commit([5])
-    walls = []
-    for _ in range(count + 3):
+    captured, sampling = target._runner._captured, target._chooser._graphs
+
+    def one() -> float:
         start = time.perf_counter()
         verdict = walk(guesses, target.verify([(conversation, guesses)])[0])
         conversation.commit([verdict.choices[0].token])
-        walls.append(time.perf_counter() - start)
-    captured = target._runner._captured
+        return time.perf_counter() - start
+
+    for _ in range(3):
+        one()
     key = min(key for key in captured if key[0] >= n and key[1] >= context)
-    alone = gpu_ms(captured[key][0].replay)
-    sampling = gpu_ms([graph for kind, graph in target._chooser._graphs.items() if kind[1] == key[0]][-1].replay)
-    wall = 1e3 * statistics.median(walls[3:])
-    numbers = {"ms": alone, "sampling_ms": sampling, "round_ms": wall, "host_ms": wall - alone - sampling}
+    sampled = [kind for kind in sampling if kind[1] == key[0]][-1]
+    graph, logits = captured[key]
+    chooser = sampling[sampled]
+    captured[key], sampling[sampled] = (passes := Timed(graph), logits), (choices := Timed(chooser))
+    walls = [1e3 * one() for _ in range(count)]
+    captured[key], sampling[sampled] = (graph, logits), chooser
+    host = [wall - a - b for wall, a, b in zip(walls, passes.times(), choices.times(), strict=True)]
+    numbers = {"ms": gpu_ms(graph.replay), "sampling_ms": gpu_ms(chooser.replay), "round_ms": statistics.median(walls)}
+    numbers |= {"in_round_ms": statistics.median(passes.times()), "host_ms": statistics.median(host), "host_most_ms": max(host)}
     return {name: round(value, 3) for name, value in numbers.items()}
 
 
@@ -236,16 +263,18 @@ def check_attention(heads: int = 8, size: int = 128) -> dict[str, bool]:
     for first, length in ((0, 512), (333, 512), (333, 2048), (1700, 2048)):
         equal = []
         for n in SIZES:
-            table = torch.arange(-2, n, device=DEVICE, dtype=torch.int32).repeat(n, 1)
-            table[:, 0], table[:, 1] = first, torch.arange(n)
-            every = torch_kernels.tree_attention(q[:, :n], keys, values, table, 0.1, length)
+            every = torch_kernels.tree_attention(q[:, :n], keys, values, _chain_table(first, n), 0.1, length)
             for i in (0, n // 2, n - 1):
-                alone = torch.tensor([[first + i, 0, 0]], device=DEVICE, dtype=torch.int32)
-                equal.append(
-                    torch.equal(torch_kernels.tree_attention(q[:, i : i + 1], keys, values, alone, 0.1, length)[0], every[i])
-                )
+                alone = torch_kernels.tree_attention(q[:, i : i + 1], keys, values, _chain_table(first + i, 1), 0.1, length)
+                equal.append(torch.equal(alone[0], every[i]))
         found[f"attention_{first}_{length}"] = all(equal)
     return found
+
+
+def _chain_table(first: int, rows: int) -> torch.Tensor:
+    inputs = Inputs(rows, DEVICE, torch_kernels.members(rows, 1))
+    inputs.fill(Rows(first, [0] * rows, range(-1, rows - 1)))
+    return inputs.table
 
 
 def check_rows() -> dict[str, bool]:

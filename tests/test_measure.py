@@ -31,8 +31,10 @@ class TimedTarget(scripted.ScriptedTarget):
     """A pass over n tokens takes 10 ms and 1 ms for each, unread tokens of the prompt 0.1 ms."""
 
     clock: Clock
+    made = 0
 
     def verify(self, work):
+        self.made += 1
         conversation, nodes = work[0]
         unread = len(conversation.tokens) - len(self.cells) - 1
         self.clock.now += 0.010 + 0.001 * len(nodes) + 0.0001 * max(0, unread)
@@ -40,10 +42,12 @@ class TimedTarget(scripted.ScriptedTarget):
 
 
 class TimedDraft(scripted.ScriptedDraft):
-    """A step takes 2 ms and 0.5 ms for each leaf."""
+    """A step takes 2 ms and 0.5 ms for each leaf; the first one after a pass of the target 3 ms more."""
 
     clock: Clock
+    target: TimedTarget
     unread = 0
+    seen = 0  # passes of the target
 
     def open(self, prompt, unread=0):
         super().open(prompt, unread)
@@ -55,7 +59,8 @@ class TimedDraft(scripted.ScriptedDraft):
         return False
 
     def expand(self, leaves):
-        self.clock.now += 0.002 + 0.0005 * len(leaves)
+        self.clock.now += 0.002 + 0.0005 * len(leaves) + (0.003 if self.target.made > self.seen else 0)
+        self.seen = self.target.made
         return super().expand(leaves)
 
 
@@ -68,6 +73,7 @@ def timed() -> tuple[TimedTarget, TimedDraft, Clock]:
         TimedDraft(vocabulary, script, context=WORLD.context, sequences=200),
     )
     target.clock = draft.clock = clock
+    draft.target = target
     return target, draft, clock
 
 
@@ -84,6 +90,9 @@ def test_the_curves_are_what_the_models_take():
             # A commit of several tokens leaves some for the next pass to read.
             assert seconds == pytest.approx(0.010 + 0.001 * (n - 1), rel=0.05)
     assert {w: pytest.approx(y) for w, y in profile.draft.points.items()} == {w: 0.002 + 0.0005 * w for w in measure.WIDTHS}
+    assert profile.in_turn is not None
+    for w, seconds in profile.in_turn.points.items():
+        assert seconds == pytest.approx(0.002 + 0.0005 * w + 0.003 / measure.IN_TURN)
     assert profile.target_prompt == pytest.approx(0.0001, rel=0.5)
     assert profile.draft_prompt == pytest.approx(0.00005, rel=0.1)
     assert profile.latency > 0
@@ -99,7 +108,7 @@ def test_costs_are_those_of_the_sampling_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(TimedTarget, "open", _noting(opened, TimedTarget.open))
     warm = SamplingParams(temperature=0.8)
     measure.measure(target, draft, nodes=(1, 2), contexts=(64,), widths=(1,), repeats=1, params=warm, clock=clock)
-    assert opened.count(warm) == 2  # the last one times the prompt alone
+    assert opened.count(warm) == 4  # passes, steps, and both in turn; the prompt is timed alone
     opened.clear()
     measure.measure(target, draft, nodes=(1, 2), contexts=(64,), widths=(1,), repeats=1, clock=clock)
     assert opened

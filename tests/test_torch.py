@@ -27,8 +27,9 @@ from duodecoding.backends import load_draft, load_target, on_gpu, read_vocabular
 from duodecoding.backends.torch import TorchTarget  # noqa: E402
 from duodecoding.backends.torch_choices import Chooser, Voice  # noqa: E402
 from duodecoding.backends.torch_fast import Fast, RowLinear  # noqa: E402
-from duodecoding.backends.torch_runner import Inputs, Rows, Runner, Stretch  # noqa: E402
-from duodecoding.backends.torch_slots import ATTENTION, CacheShape, Slots, attention, tree_mask  # noqa: E402
+from duodecoding.backends.torch_inputs import Inputs, Rows, Stretch, paths_with_rows  # noqa: E402
+from duodecoding.backends.torch_runner import Runner  # noqa: E402
+from duodecoding.backends.torch_slots import ATTENTION, DEEPER, CacheShape, Slots, attention, tree_mask  # noqa: E402
 from duodecoding.backends.torch_text import TransformersVocabulary  # noqa: E402
 from duodecoding.bench.simulate import chat_tokens  # noqa: E402
 from duodecoding.core import walk  # noqa: E402
@@ -119,7 +120,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def test_a_row_sees_the_committed_tokens_and_its_ancestors() -> None:
-    inputs = Inputs(5, CPU)
+    inputs = Inputs(5, CPU, 2)
     inputs.fill(Rows(3, [7, 8, 9, 8], [ROOT, 0, 0, 1]))  # and one row of padding
     seen = tree_mask(inputs.table, 10)[0, 0].int().tolist()
     assert seen == [
@@ -132,15 +133,32 @@ def test_a_row_sees_the_committed_tokens_and_its_ancestors() -> None:
     assert inputs.positions.tolist() == [3, 4, 4, 5, 3]
 
 
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.integers(0, 50))
-def test_the_table_of_paths_holds_each_rows_path(choices: list[int], first: int) -> None:
-    parents = [choice % (i + 1) - 1 for i, choice in enumerate(choices)]
+TREES = st.lists(st.integers(0, 10**6), min_size=1, max_size=40).map(
+    lambda choices: [choice % (i + 1) - 1 for i, choice in enumerate(choices)]
+)
+
+
+@given(TREES, st.integers(0, 50), st.sampled_from([1, 3, 16]))
+def test_the_table_shows_each_row_its_path(parents: list[int], first: int, members: int) -> None:
     rows = Rows(first, [0] * len(parents), parents)
-    inputs = Inputs(len(parents), CPU)
-    inputs.fill(Rows(9, [0] * len(parents), range(-1, len(parents) - 1)))  # what an earlier pass left there
+    inputs = Inputs(len(parents), CPU, members)
+    inputs.fill(Rows(9, [0] * len(parents), [ROOT, *[0] * (len(parents) - 1)]))  # what an earlier pass left there
     inputs.fill(rows)
-    for i, line in enumerate(inputs.table.tolist()):
-        assert line[: 3 + rows.depths[i]] == [first, rows.depths[i], *rows.path(i)]
+    found: dict[int, list[int]] = {}
+    table = inputs.table.tolist()
+    assert [line[2] for line in table] == rows.depths
+    for line in table[: table[0][1]]:
+        assert line[0] == first
+        for depth, row in (divmod(member, DEEPER) for member in line[3 : 3 + members] if member >= 0):
+            assert row not in found
+            found[row] = [*line[3 + members :][:depth], row]
+    assert found == {row: rows.path(row) for row in range(len(parents))}
+
+
+def test_rows_that_hang_under_one_path_share_a_line() -> None:
+    beside = [ROOT, 0, 1, 2, 0, 0, 1, 2, 3, 3]  # a path of four, and guesses beside it
+    assert paths_with_rows(beside) == [([0, 1, 2, 3], list(range(10)))]
+    assert paths_with_rows([ROOT, 0, 0, 1, 2, 2]) == [([0, 1], [0, 1, 2, 3]), ([0, 2], [4, 5])]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -597,6 +615,42 @@ class Exhausted:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 3 GiB")
 
 
+def failing(error: Exception) -> Any:
+    def fails(*_args: Any, **_settings: Any) -> None:
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), OutOfMemory, "2.50 GiB more"),
+        (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), OutOfMemory, "out of memory"),
+        (RuntimeError("something else"), RuntimeError, "something else"),
+    ],
+)
+def test_after_a_pass_that_failed_the_next_is_served(
+    target: TorchTarget, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], said: str
+) -> None:
+    prompt, params = tokens(1, 12), SamplingParams(max_tokens=4)
+    expected = answer(target, prompt, params)
+    with monkeypatch.context() as patch:
+        patch.setattr(target._runner, "_forward", failing(error))
+        with pytest.raises(kind, match=said):
+            answer(target, tokens(2, 12), params)
+    assert answer(target, prompt, params) == expected
+
+
+def test_a_closed_target_keeps_nothing() -> None:
+    target = TorchTarget(tiny(), Numbers(), context=256, rows=32, keep_bytes=10**6)
+    answer(target, tokens(1, 12), SamplingParams(max_tokens=4))
+    kept = [weakref.ref(thing) for thing in (target._runner.model, target._runner.slots)]
+    target.close()
+    assert [reference() for reference in kept] == [None, None]
+    assert target._runner not in torch_model.SERVED
+
+
 @pytest.mark.parametrize(
     ("place", "kind", "said"),
     [
@@ -741,7 +795,7 @@ def test_joint_projections_compute_the_same_and_keep_nothing(family: str) -> Non
     plain, text = tiny(family), torch.tensor([tokens(1, 12)])
     expected = plain(text, use_cache=False).logits
     slots = Slots(CacheShape.of(plain.config), 64, CPU, torch.float32)
-    assert not Fast(plain, slots, compile=False, kernels=True).takes_table  # full precision: not for our kernels
+    assert not Fast(plain, slots, compile=False, kernels=True).groups  # full precision: not for our kernels
     assert torch.allclose(plain(text, use_cache=False).logits, expected, atol=1e-4)
     joints = [module for module in plain.modules() if isinstance(module, RowLinear)]
     assert len(joints) > 3

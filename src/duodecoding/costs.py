@@ -70,6 +70,7 @@ class Profile:
     latency: float  # of a message, one way
     settings: Mapping[str, Any] = field(default_factory=dict)
     host: CostCurve | None = None  # our own work between two passes, over tokens in a pass; None: nobody measured it
+    in_turn: CostCurve | None = None  # draft steps between passes: threads have slept, caches are cold; None: nobody measured it
 
     def verify_at(self, context: int) -> CostCurve:
         """The curve of the nearest measured context, for observing into."""
@@ -114,13 +115,13 @@ class Floor:
 
 def to_record(profile: Profile) -> dict[str, Any]:
     """A profile as plain JSON values."""
-    host = {"host": {str(n): y for n, y in profile.host.points.items()}} if profile.host is not None else {}
-    return host | {
+    more = {"host": profile.host, "draft_step_in_turn": profile.in_turn}
+    return {name: _points(curve) for name, curve in more.items() if curve is not None} | {
         "name": profile.name,
         "about": profile.about,
         "measured": profile.measured,
-        "verify": {str(context): {str(n): y for n, y in curve.points.items()} for context, curve in profile.verify.items()},
-        "draft_step": {str(w): y for w, y in profile.draft.points.items()},
+        "verify": {str(context): _points(curve) for context, curve in profile.verify.items()},
+        "draft_step": _points(profile.draft),
         "target_prompt": profile.target_prompt,
         "draft_prompt": profile.draft_prompt,
         "latency": profile.latency,
@@ -142,11 +143,16 @@ def from_record(record: Mapping[str, Any], *, where: str) -> Profile:
             latency=float(record["latency"]),
             settings=dict(record.get("settings", {})),
             host=_curve(record["host"]) if "host" in record else None,
+            in_turn=_curve(record["draft_step_in_turn"]) if "draft_step_in_turn" in record else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
             f"{where} is not a profile", f"{type(error).__name__}: {error}", "Measure one with `duo profile`."
         ) from error
+
+
+def _points(curve: CostCurve) -> dict[str, float]:
+    return {str(x): y for x, y in curve.points.items()}
 
 
 def _curve(points: Mapping[str, float]) -> CostCurve:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from duodecoding.backends.base import Draft, Leaf
 from duodecoding.core import Choose, DuoCore, Verify, Wait, walk
-from duodecoding.costs import Profile, from_record
+from duodecoding.costs import CostCurve, Profile, from_record
 from duodecoding.drafters.growth import BestFirst, Chains, Growth
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
@@ -280,12 +280,12 @@ class Simulation:
             if drafter is None or not leaves:
                 core.draft_exhausted()
                 continue
-            self.now += self._step(self.now, leaves)
+            self.now += self._step(self.now, leaves, self.profile.in_turn or self.profile.draft)
             model_guessed(core, self.free, drafter.grow(leaves))
 
-    def _step(self, begin: float, leaves: Sequence[Node]) -> float:
+    def _step(self, begin: float, leaves: Sequence[Node], curve: CostCurve) -> float:
         """What a draft step costs, noted."""
-        cost = self.profile.draft(len(leaves))
+        cost = curve(len(leaves))
         self.tally.draft_busy += cost
         self.timeline.span(Lane.DRAFT, Did.STEP, begin, begin + cost, leaves=len(leaves))
         return cost
@@ -311,7 +311,7 @@ class Simulation:
         drafted: list[Proposal] = []
         cost = 0.0
         while leaves := drafter.next_leaves():
-            cost += self._step(self.now + cost, leaves)
+            cost += self._step(self.now + cost, leaves, self.profile.draft)
             drafted += drafter.grow(leaves)
         return drafted, cost
 

@@ -17,7 +17,8 @@ from duodecoding.backends import torch_model
 from duodecoding.backends.base import Conversation, Vocabulary
 from duodecoding.backends.shelf import Shelf
 from duodecoding.backends.torch_choices import Chooser, Voice
-from duodecoding.backends.torch_runner import Progress, Rows, Runner
+from duodecoding.backends.torch_inputs import Rows
+from duodecoding.backends.torch_runner import Progress, Runner
 from duodecoding.core import Choose
 from duodecoding.errors import Interrupted, ModelUnreadable, UsageError
 from duodecoding.sampling import Choice
@@ -96,15 +97,19 @@ class TorchTarget:
         self.context = torch_model.usable_context(model.config.get_text_config(), context)
         self.weights_bytes = torch_model.weights_bytes(model)
         self._runner = Runner(model, self.context, rows, compile=compile, kernels=kernels)
+        torch_model.SERVED.add(self._runner)
         self._runner.slots.check = self._stop_if_asked
         self.overlaps = self._runner.graphs
         self._chooser = Chooser(self._runner.device, vocabulary.size, graphs=self._runner.graphs)
         self._owner: TorchConversation | None = None
-        self._shelf = Shelf(keep_bytes, self._save, self._runner.slots.load)
+        self._shelf = Shelf(keep_bytes, self._save, self._load)
         self._stopped = False
 
     def _save(self) -> torch.Tensor:
         return self._runner.slots.save(self._owner.cached if self._owner is not None else 0)
+
+    def _load(self, kept: torch.Tensor) -> None:
+        self._runner.slots.load(kept)
 
     def _stop_if_asked(self) -> None:
         if self._stopped:
@@ -150,7 +155,9 @@ class TorchTarget:
         self._stop_if_asked()
         try:
             return [self._pass(conversation, nodes)]
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not torch_model.is_out_of_memory(error):
+                raise
             raise torch_model.out_of_memory("a pass failed", error) from error
 
     def _pass(self, conversation: TorchConversation, nodes: Sequence[PassNode]) -> Choose:
@@ -221,4 +228,5 @@ class TorchTarget:
         self._owner = None
         self._chooser.close()
         self._runner.close()
+        torch_model.SERVED.discard(self._runner)
         torch_model.forget_everything()

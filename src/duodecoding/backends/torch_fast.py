@@ -17,6 +17,7 @@ from duodecoding.backends.torch_slots import Slots
 
 KERNEL_ROWS = 128  # more rows are a prompt, which libraries read faster
 HEAD_SIZES = {16, 32, 64, 128, 256}
+MOST_GROUPS = 16  # query heads for a key head
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read the same input, so one product serves them all
 
 
@@ -75,7 +76,7 @@ class Fast:
     def __init__(self, model: Any, slots: Slots, *, compile: bool, kernels: bool) -> None:
         half = model.dtype in {torch.bfloat16, torch.float16}
         kernels = kernels and half
-        self.takes_table = kernels and slots.layers[0].keys.shape[-1] in HEAD_SIZES and not _softcap(model)
+        self.groups = _groups(model, slots) if kernels else 0  # query heads for a key head; 0: our attention is not used
         _join(model, kernels)
         _replace_linears(model, kernels)
         if kernels:
@@ -109,8 +110,12 @@ class Fast:
                 layer._compiled_call_impl = None
 
 
-def _softcap(model: Any) -> bool:
-    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+def _groups(model: Any, slots: Slots) -> int:
+    config, keys = model.config.get_text_config(), slots.layers[0].keys
+    if keys.shape[-1] not in HEAD_SIZES or getattr(config, "attn_logit_softcapping", None) is not None:
+        return 0
+    groups = int(config.num_attention_heads) // int(keys.shape[1])
+    return groups if groups <= MOST_GROUPS else 0
 
 
 def _join(model: nn.Module, kernels: bool) -> None:

@@ -6,9 +6,10 @@ every sum are fixed by the model's shape:
 
 * `linear`: the same tiles and the same split of the inner dimension for any number of rows;
 * `rms_norm`: one program for each row;
-* `tree_attention`: keys are taken in the order of positions, in blocks of BLOCK, folded into one another from left to right. Blocks
-  that lie wholly before the pass are the same for all rows and read once (`_shared`). The others are gathered for each row along
-  its own path (`_own`), so a guess sees its ancestors where it would see them as committed tokens.
+* `tree_attention`: keys are taken in the order of positions, in blocks of BLOCK, folded into one another from left to right; a
+  row's own key comes last, by itself. Blocks that lie wholly before the pass are the same for all rows and read once. The others
+  are gathered along a path of the tree, so a guess sees its ancestors where it would see them as committed tokens. Rows that hang
+  under one path share what is gathered there; what a row does not see changes nothing for it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ import torch
 import triton
 import triton.language as tl
 
+from duodecoding.backends import torch_slots
+
 BLOCK = 32  # positions folded at a time
-SPLIT = 256  # positions folded by one program of `_shared`
+SPLIT = 256  # positions folded by one program of `_partial`
 TILE = 16  # rows of the smallest matrix instruction
-WIDEST = 64  # rows of one program of `_shared`
+WIDEST = 64  # (row, query head) pairs of one program of `_partial`
+LINES = 8  # lines of the table at work at once, for each key head; trees seldom have more
 SHORT = 1024  # slots up to which a single row's blocks are spread over as many programs as there are
 MULTIPROCESSORS = 120  # about as many as a large GPU has; the same everywhere, so that results are
 LOG2E = 1.4426950408889634
+DEEPER = tl.constexpr(torch_slots.DEEPER)
+LOWEST = tl.constexpr(-1e38)  # the largest score of nothing; finite, so that two of them have a difference
 
 
 @triton.jit
@@ -64,8 +70,8 @@ def _rms_norm(x, weight, out, size, eps, WIDTH: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _empty(M: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A partial softmax over nothing: largest score, sum of weights, weighted sum of values."""
-    return tl.full((M,), float("-inf"), dtype=tl.float32), tl.zeros((M,), dtype=tl.float32), tl.zeros((M, SIZE), dtype=tl.float32)
+    """A partial softmax over nothing: largest score, sum of weights, weighted sum of values. Folded in, it changes nothing."""
+    return tl.full((M,), LOWEST, dtype=tl.float32), tl.zeros((M,), dtype=tl.float32), tl.zeros((M, SIZE), dtype=tl.float32)
 
 
 @triton.jit
@@ -79,113 +85,150 @@ def _fold(top, mass, acc, top_2, mass_2, acc_2):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block(q, keys, values, slot, seen, stride, scale, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The partial softmax of one block of positions, whose entries lie in `slot`; `seen` (BLOCK,) says which count."""
-    inner = tl.arange(0, SIZE)
-    at = slot[:, None].to(tl.int64) * stride + inner[None, :]
-    k = tl.load(keys + at, mask=seen[:, None], other=0.0)
-    scores = tl.dot(q, tl.trans(k)) * scale
-    scores = tl.where(seen[None, :], scores, float("-inf"))
+def _block(q, keys, values, slot, there, seen, stride, scale, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The partial softmax of one block of positions, whose entries lie in `slot`; `there` (BLOCK,) says which have one, `seen`
+    (rows, BLOCK) which count for which row."""
+    at = slot[:, None] * stride + tl.arange(0, SIZE)[None, :]
+    k = tl.load(keys + at, mask=there[:, None], other=0.0)
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, LOWEST)
     top = tl.max(scores, axis=1)
-    weights = tl.exp2(scores - top[:, None])
+    weights = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
     mass = tl.sum(weights, axis=1)
-    v = tl.load(values + at, mask=seen[:, None], other=0.0)
+    v = tl.load(values + at, mask=there[:, None], other=0.0)
     acc = tl.dot(weights.to(v.dtype), v)
     return top, mass, acc
 
 
 @triton.jit
-def _shared(  # type: ignore[no-untyped-def]
-    q, keys, values, table, part, part_top, part_mass,
-    rows, width, q_head, q_row, head_stride, slot_stride, scale, splits,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, B: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """Blocks before the pass: M of the (row, query head) pairs of one key head over one split."""
-    head, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = tl.load(table)
-    end = tl.minimum(first // B * B, (split + 1) * S)
-    if split * S < end:
-        pair = tile * M + tl.arange(0, M)
-        real = pair < rows * GROUPS
-        inner = tl.arange(0, SIZE)
-        q_at = q + ((head * GROUPS + pair % GROUPS) * q_head + pair // GROUPS * q_row)[:, None] + inner[None, :]
-        asked = tl.load(q_at, mask=real[:, None], other=0.0)
-        top, mass, acc = _empty(M, SIZE)
-        base = head.to(tl.int64) * head_stride
-        for start in range(split * S, end, B):
-            slot = start + tl.arange(0, B)
-            t, m, a = _block(asked, keys + base, values + base, slot, slot < end, slot_stride, scale, SIZE)
-            top, mass, acc = _fold(top, mass, acc, t, m, a)
-        at = (head * splits + split).to(tl.int64) * rows * GROUPS + pair
-        tl.store(part_top + at, top, mask=real)
-        tl.store(part_mass + at, mass, mask=real)
-        tl.store(part + at[:, None] * SIZE + inner[None, :], acc, mask=real[:, None])
+def _store(part, part_top, part_mass, at, real, top, mass, acc, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(part_top + at, top, mask=real)
+    tl.store(part_mass + at, mass, mask=real)
+    tl.store(part + at[:, None] * SIZE + tl.arange(0, SIZE)[None, :], acc, mask=real[:, None])
 
 
 @triton.jit
-def _part(part, part_top, part_mass, at, there, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A partial softmax that `_shared` left; an empty one where it is not there."""
-    inner = tl.arange(0, SIZE)
-    top = tl.load(part_top + at, mask=there, other=float("-inf"))
+def _load(part, part_top, part_mass, at, there, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A partial softmax as it was stored; an empty one where it is not there."""
+    top = tl.load(part_top + at, mask=there, other=LOWEST)
     mass = tl.load(part_mass + at, mask=there, other=0.0)
-    acc = tl.load(part + at[:, None] * SIZE + inner[None, :], mask=there[:, None], other=0.0)
+    acc = tl.load(part + at[:, None] * SIZE + tl.arange(0, SIZE)[None, :], mask=there[:, None], other=0.0)
     return top, mass, acc
 
 
 @triton.jit
-def _own(  # type: ignore[no-untyped-def]
-    q, keys, values, table, part, part_top, part_mass, out,
-    rows, width, q_head, q_row, head_stride, slot_stride, scale, splits,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, B: tl.constexpr, S: tl.constexpr, WRITTEN: tl.constexpr,
+def _partial(  # type: ignore[no-untyped-def]
+    q, keys, values, table, part, part_top, part_mass, own, own_top, own_mass,
+    rows, width, q_head, q_row, head_stride, slot_stride, scale, splits, blocks, tiles,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, B: tl.constexpr, S: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """One row and one key head: fold what `_shared` left, then the blocks along the row's own path."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    first, depth = tl.load(table), tl.load(table + row * width + 1)
-    shared = first // B * B
-    group = tl.arange(0, M)
-    real = group < GROUPS
+    """Of one key head, M of the (row, query head) pairs: either one split of the blocks before the pass, folded into a part for
+    each pair; or a line of the table, all blocks along its path, a part for each pair and block."""
+    head, job = tl.program_id(0), tl.program_id(1)
+    keys += head.to(tl.int64) * head_stride
+    values += head.to(tl.int64) * head_stride
+    pair = tl.arange(0, M)
     inner = tl.arange(0, SIZE)
-    asked = tl.load(q + ((head * GROUPS + group) * q_head + row * q_row)[:, None] + inner[None, :], mask=real[:, None], other=0.0)
-    top, mass, acc = _empty(M, SIZE)
+    first, lines = tl.load(table), tl.load(table + 1)
+    shared = first // B * B
+    if job < LINES:
+        members: tl.constexpr = M // GROUPS
+        for number in range(job, lines, LINES):
+            line = table + number * width + 3
+            member = tl.load(line + pair // GROUPS, mask=pair < members * GROUPS, other=-1)
+            real = member >= 0
+            row = tl.where(real, member % DEEPER, 0)
+            end = tl.where(real, first + member // DEEPER, 0)  # its position: it sees those before
+            last = tl.max(end)
+            q_at = q + ((head * GROUPS + pair % GROUPS) * q_head + row * q_row)[:, None] + inner[None, :]
+            asked = tl.load(q_at, mask=real[:, None], other=0.0)
+            at = head.to(tl.int64) * blocks * rows * GROUPS + row * GROUPS + pair % GROUPS
+            for start in range(shared, last, B):
+                position = start + tl.arange(0, B)
+                there = position < last
+                above = tl.load(line + members + position - first, mask=there & (position >= first), other=0)
+                slot = tl.where(position >= first, first + above, position)
+                seen = position[None, :] < end[:, None]
+                top, mass, acc = _block(asked, keys, values, slot, there, seen, slot_stride, scale, SIZE)
+                _store(own, own_top, own_mass, at + (start - shared) // B * rows * GROUPS, real, top, mass, acc, SIZE)
+    else:
+        split, tile = (job - LINES) // tiles, (job - LINES) % tiles
+        before = tl.minimum(shared, (split + 1) * S)
+        if split * S < before:
+            pair += tile * M
+            real = pair < rows * GROUPS
+            q_at = q + ((head * GROUPS + pair % GROUPS) * q_head + pair // GROUPS * q_row)[:, None] + inner[None, :]
+            asked = tl.load(q_at, mask=real[:, None], other=0.0)
+            top, mass, acc = _empty(M, SIZE)
+            for start in range(split * S, before, B):
+                slot = start + tl.arange(0, B)
+                there = slot < before  # all of them
+                seen = tl.broadcast_to(there[None, :], (M, B))
+                t, m, a = _block(asked, keys, values, slot, there, seen, slot_stride, scale, SIZE)
+                top, mass, acc = _fold(top, mass, acc, t, m, a)
+            at = (head * splits + split).to(tl.int64) * rows * GROUPS + pair
+            _store(part, part_top, part_mass, at, real, top, mass, acc, SIZE)
+
+
+@triton.jit
+def _before(  # type: ignore[no-untyped-def]
+    part, part_top, part_mass, at, step, end, SIZE: tl.constexpr, S: tl.constexpr, WRITTEN: tl.constexpr,
+):  # fmt: skip
+    """What is known of the blocks before the pass, a part for each WRITTEN positions: full splits folded into one; the last split
+    if it is not full."""
+    top, mass, acc = _empty(1, SIZE)
     open_top, open_mass, open_acc = top, mass, acc
-    line = (head * splits * rows + row).to(tl.int64) * GROUPS + group  # of split 0; the next is rows * GROUPS further
-    per_split: tl.constexpr = S // WRITTEN
-    if per_split == 1:
-        whole = shared // S
+    each: tl.constexpr = S // WRITTEN
+    if each == 1:
+        whole = end // S
         for split in range(0, whole, 4):  # four loads under way at once
             for i in tl.static_range(4):
-                there = real & (split + i < whole)
-                t, m, a = _part(part, part_top, part_mass, line + (split + i) * rows * GROUPS, there, SIZE)
-                top, mass, acc = _fold(top, mass, acc, tl.where(real, t, 0.0), m, a)
-        if shared % S != 0:
-            open_top, open_mass, open_acc = _part(part, part_top, part_mass, line + whole * rows * GROUPS, real, SIZE)
+                t, m, a = _load(part, part_top, part_mass, at + (split + i) * step, (at >= 0) & (split + i < whole), SIZE)
+                top, mass, acc = _fold(top, mass, acc, t, m, a)
+        open_top, open_mass, open_acc = _load(part, part_top, part_mass, at + whole * step, (at >= 0) & (end % S != 0), SIZE)
     else:
-        for start in range(0, shared, S):
-            open_top, open_mass, open_acc = _empty(M, SIZE)
-            for i in tl.static_range(per_split):
-                at = start // WRITTEN + i
-                there = real & (at * WRITTEN < shared)
-                t, m, a = _part(part, part_top, part_mass, line + at * rows * GROUPS, there, SIZE)
-                open_top, open_mass, open_acc = _fold(open_top, open_mass, open_acc, tl.where(real, t, 0.0), m, a)
-            if start + S <= shared:
+        for start in range(0, end, S):
+            open_top, open_mass, open_acc = _empty(1, SIZE)
+            for i in tl.static_range(each):
+                n = start // WRITTEN + i
+                t, m, a = _load(part, part_top, part_mass, at + n * step, (at >= 0) & (n * WRITTEN < end), SIZE)
+                open_top, open_mass, open_acc = _fold(open_top, open_mass, open_acc, t, m, a)
+            if start + S <= end:
                 top, mass, acc = _fold(top, mass, acc, open_top, open_mass, open_acc)
-                open_top, open_mass, open_acc = _empty(M, SIZE)
-    base = head.to(tl.int64) * head_stride
-    for start in range(shared, first + depth + 1, B):
-        position = start + tl.arange(0, B)
-        seen = position <= first + depth
-        own = tl.load(table + row * width + 2 + position - first, mask=seen & (position >= first), other=0)
-        slot = tl.where(position >= first, first + own, position)
-        t, m, a = _block(asked, keys + base, values + base, slot, seen, slot_stride, scale, SIZE)
+                open_top, open_mass, open_acc = _empty(1, SIZE)
+    return top, mass, acc, open_top, open_mass, open_acc
+
+
+@triton.jit
+def _merge(  # type: ignore[no-untyped-def]
+    q, keys, values, table, part, part_top, part_mass, own, own_top, own_mass, out,
+    rows, width, q_head, q_row, head_stride, slot_stride, scale, splits, blocks,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, S: tl.constexpr, WRITTEN: tl.constexpr,
+):  # fmt: skip
+    """One row and one query head: fold all parts in the order of positions, then the row's own key."""
+    row, query = tl.program_id(0), tl.program_id(1)
+    head = (query // GROUPS).to(tl.int64)
+    first, depth = tl.load(table), tl.load(table + row * width + 2)
+    shared, end = first // B * B, first + depth
+    inner = tl.arange(0, SIZE)[None, :]
+    entry = head * head_stride + (first + row) * slot_stride + inner
+    asked = tl.load(q + query * q_head + row * q_row + inner).to(tl.float32)
+    k, v = tl.load(keys + entry).to(tl.float32), tl.load(values + entry).to(tl.float32)
+    score = tl.sum(asked * k, axis=1) * scale
+    step = rows * GROUPS  # from a part to the next
+    at = row * GROUPS + query % GROUPS + tl.arange(0, 1)
+    top, mass, acc, open_top, open_mass, open_acc = _before(
+        part, part_top, part_mass, head * splits * step + at, step, shared, SIZE, S, WRITTEN
+    )
+    for start in range(shared, end, B):
+        block = head * blocks + (start - shared) // B
+        t, m, a = _load(own, own_top, own_mass, block * step + at, at >= 0, SIZE)
         open_top, open_mass, open_acc = _fold(open_top, open_mass, open_acc, t, m, a)
         if (start + B) % S == 0:
             top, mass, acc = _fold(top, mass, acc, open_top, open_mass, open_acc)
-            open_top, open_mass, open_acc = _empty(M, SIZE)
-    if (first + depth + 1 + B - 1) // B * B % S != 0:
-        top, mass, acc = _fold(top, mass, acc, open_top, open_mass, open_acc)
-    result = acc / mass[:, None]
-    out_at = out + (row * tl.num_programs(1) * GROUPS + head * GROUPS + group)[:, None] * SIZE + inner[None, :]
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None])
+            open_top, open_mass, open_acc = _empty(1, SIZE)
+    top, mass, acc = _fold(top, mass, acc, open_top, open_mass, open_acc)
+    top, mass, acc = _fold(top, mass, acc, score, tl.full((1,), 1.0, dtype=tl.float32), v)
+    tl.store(out + (row * tl.num_programs(1) + query) * SIZE + inner, (acc / mass[:, None]).to(out.dtype.element_ty))
 
 
 def linear_plan(n: int, k: int) -> tuple[int, int, int, int, int]:
@@ -250,30 +293,40 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def members(rows: int, groups: int) -> int:
+    """Rows in a line of the table of `tree_attention`; `groups`: query heads that share a key head."""
+    return _tile(rows * groups, WIDEST) // groups
+
+
 @torch.library.custom_op("duodecoding::tree_attention", mutates_args=())
 def tree_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, scale: float, length: int
 ) -> torch.Tensor:
     """q (heads, rows, size) over the slots in keys and values (kv heads, slots, size) -> (rows, heads, size).
 
-    `table` (rows, width) int32: slot of the first row, depth of this row, then its ancestors by depth. `length`: slots in use.
+    `table`: see `torch_inputs.Inputs`. `length`: slots in use.
     """
     heads, rows, size = q.shape
     shared_heads = keys.shape[0]
     groups = heads // shared_heads
     written = BLOCK if rows * groups <= TILE and length <= SHORT else SPLIT  # the folds are the same, done here or there
     splits = -(-length // written)
+    blocks = -(-(BLOCK - 1 + rows) // BLOCK)  # that a path has at most, behind the last one that is the same for all
     tile = _tile(rows * groups, WIDEST)
-    part = torch.empty((shared_heads, splits, rows * groups, size), dtype=torch.float32, device=q.device)
-    tops = torch.empty((2, shared_heads, splits, rows * groups), dtype=torch.float32, device=q.device)
+    tiles, lines = -(-rows * groups // tile), min(rows, LINES)
+    pairs = rows * groups
+    part = torch.empty((shared_heads, splits + blocks, pairs, size), dtype=torch.float32, device=q.device)
+    tops = torch.empty((2, shared_heads, splits + blocks, pairs), dtype=torch.float32, device=q.device)
+    own = shared_heads * splits * pairs  # where parts of the paths begin
+    parts = (part, tops[0], tops[1], part.view(-1)[own * size :], tops[0].view(-1)[own:], tops[1].view(-1)[own:])
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
-    common: dict[str, Any] = {"GROUPS": groups, "SIZE": size, "B": BLOCK}
-    numbers = (rows, table.shape[1], q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), scale * LOG2E, splits)
-    grid = (shared_heads, splits, -(-rows * groups // tile))
-    wide: dict[str, Any] = {"M": tile, "S": written, "num_warps": tile // TILE, "num_stages": 3}
-    _shared[grid](q, keys, values, table, part, tops[0], tops[1], *numbers, **common, **wide)
-    one: dict[str, Any] = {"M": TILE, "S": SPLIT, "WRITTEN": written, "num_warps": 1, "num_stages": 2}
-    _own[(rows, shared_heads)](q, keys, values, table, part, tops[0], tops[1], out, *numbers, **common, **one)
+    numbers = (rows, table.shape[1], q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), scale * LOG2E, splits, blocks)
+    # No multiplication joined with an addition but those written so: which ones would be is the compiler's choice.
+    common: dict[str, Any] = {"GROUPS": groups, "SIZE": size, "B": BLOCK, "enable_fp_fusion": False}
+    wide: dict[str, Any] = {"M": tile, "S": written, "LINES": lines, "num_warps": tile // TILE, "num_stages": 3}
+    _partial[(shared_heads, lines + splits * tiles)](q, keys, values, table, *parts, *numbers, tiles, **common, **wide)
+    one: dict[str, Any] = {"S": SPLIT, "WRITTEN": written, "num_warps": 1}
+    _merge[(rows, heads)](q, keys, values, table, *parts, out, *numbers, **common, **one)
     return out
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,9 +115,9 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise BackendMissing(f"cannot load {path}", _first_line(error), "Run: pip install 'duodecoding[torch]'") from error
-    except torch.OutOfMemoryError:
-        raise  # explained by `leaving_nothing`
     except Exception as error:  # transformers raises whatever it meets in somebody's files
+        if is_out_of_memory(error):
+            raise  # explained by `leaving_nothing`
         raise ModelUnreadable(f"cannot load {path}", _first_line(error), "Get the files again or choose another model.") from error
 
 
@@ -139,11 +140,23 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+SERVED: weakref.WeakSet[Any] = weakref.WeakSet()  # what holds CUDA graphs; these use the libraries' workspaces
+
+
 def forget_everything() -> None:
     """Give memory back to the GPU that nothing refers to any more."""
     gc.collect()
     if torch.cuda.is_available():
+        if not SERVED:
+            torch._C._cuda_clearCublasWorkspaces()  # 32 MB for each stream, else kept to the end of the process
         torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also where it is not torch that asks for memory: a graph takes some for itself."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
+    )
 
 
 def out_of_memory(what: str, error: BaseException) -> OutOfMemory:
@@ -161,7 +174,7 @@ def leaving_nothing(what: str) -> Iterator[None]:
         for each in (error, error.__cause__):
             traceback.clear_frames(each.__traceback__ if each is not None else None)  # their variables hold models and tensors
         forget_everything()
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise out_of_memory(what, error) from None
         raise
 

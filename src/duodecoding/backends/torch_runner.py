@@ -5,104 +5,23 @@ Knows tokens, positions, ancestors and slots; not conversations, not sampling.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from duodecoding.backends.torch_inputs import Inputs, Rows, Stretch
 from duodecoding.backends.torch_slots import CacheShape, Slots, tree_mask
-from duodecoding.tree import ROOT
 
 NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a prompt in one pass
 PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048)  # of a GPU: longer ones keep it busy without a graph
-MOVES = 8  # entries of the KV cache that a pass can move; more get a step of their own
+MEMBERS = 16  # rows in a line of the table of paths, where no kernel asks for another number
 WARM_PASSES = 2  # before a capture: kernels are compiled, libraries set themselves up
 
 Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """One pass: `parents[i]` is a row before i, or -1 for one that hangs under the committed tokens before `first`."""
-
-    first: int  # slot and position of the first row; all committed tokens lie before it
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    depths: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        object.__setattr__(self, "depths", depths)
-
-    def path(self, row: int) -> list[int]:
-        """Rows from the top down to this one."""
-        rows = []
-        while row >= 0:
-            rows.append(row)
-            row = self.parents[row]
-        return rows[::-1]
-
-
-class Inputs:
-    """The arguments of a pass in one device buffer, filled by one copy: tokens, positions, a table of the paths, and entries of the
-    KV cache to move first.
-
-    A line of the table: slot of the first row, depth of this row, then its ancestors (row numbers) by depth, itself the last.
-    """
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows = rows
-        self.moves_at_most = MOVES if rows > 1 else 0  # a plain pass seldom has any, and should cost nothing more
-        ends = 2 * rows + rows * (2 + rows)
-        self._host = torch.zeros(ends + 2 * self.moves_at_most, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = self._host.to(device) if device.type == "cuda" else self._host
-        self._flat = memoryview(self._host.numpy())
-        self.tokens, self.positions = self._device[:rows], self._device[rows : 2 * rows]
-        self.table = self._device[2 * rows : ends].view(rows, 2 + rows)
-        self.moves = self._device[ends:].view(2, self.moves_at_most)  # from, to
-
-    def fill(self, rows: Rows, moves: Sequence[tuple[int, int]] = ()) -> None:
-        """Rows beyond those given are padding: they hang beside the first row and nobody sees them. So are moves of slot 0 to
-        itself."""
-        flat, size, first = self._flat, self.rows, rows.first
-        spare = size - len(rows.tokens)
-        flat[:size] = array("i", [*rows.tokens, *[rows.tokens[0]] * spare])
-        flat[size : 2 * size] = array("i", [*[first + depth for depth in rows.depths], *[first] * spare])
-        paths: list[list[int]] = []
-        at = 2 * size
-        for row, parent in enumerate([*rows.parents, *[ROOT] * spare]):
-            path = [*paths[parent], row] if parent >= 0 else [row]
-            paths.append(path)
-            flat[at : at + 2 + len(path)] = array("i", [first, len(path) - 1, *path])
-            at += 2 + size
-        if self.moves_at_most:
-            still = [0] * (self.moves_at_most - len(moves))
-            flat[at:] = array("i", [*[source for source, _ in moves], *still, *[to for _, to in moves], *still])
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
-
-
-class Stretch:
-    """The arguments of a pass over plain text, padded to a size: tokens, then the first slot and the number of tokens."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self._host = torch.zeros(size + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = self._host.to(device)
-        self.tokens, self.first = self._device[:size], self._device[size]
-        self.last = self._device[size + 1 :]
-
-    def fill(self, tokens: Sequence[int], first: int) -> None:
-        spare = [tokens[0]] * (self.size - len(tokens))
-        self._host.numpy()[:] = array("i", [*tokens, *spare, first, len(tokens) - 1])
-        self._device.copy_(self._host, non_blocking=True)
 
 
 class Runner:
@@ -121,10 +40,12 @@ class Runner:
             from duodecoding.backends.torch_fast import Fast
 
             self._fast = Fast(model, self.slots, compile=compile, kernels=kernels)
+        self._groups = self._fast.groups if self._fast is not None else 0
         self._inputs: dict[int, Inputs] = {}
         self._stretches: dict[int, Stretch] = {}
         self._captured: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._pool: Any = None
+        self._stream = torch.cuda.Stream(self.device) if self.graphs else None  # of captures: libraries keep memory for each
 
     def read(self, tokens: Sequence[int], start: int) -> torch.Tensor:
         """A stretch of text behind `start` committed tokens: the logits after its last token, (1, vocab)."""
@@ -171,7 +92,7 @@ class Runner:
         length = next(n for n in self.context_buckets if n >= rows.first + count)
         inputs = self._inputs.get(count)
         if inputs is None:
-            inputs = self._inputs[count] = Inputs(count, self.device)
+            inputs = self._inputs[count] = Inputs(count, self.device, self._members(count))
         captured = self._captured.get((count, length))
         once = captured is not None or not self.graphs  # a capture runs the pass several times
         inputs.fill(rows, self.slots.moves_for(inputs.moves_at_most if once else 0))
@@ -186,12 +107,18 @@ class Runner:
             return rows
         return next(n for n in self.node_buckets if n >= rows)
 
+    def _members(self, rows: int) -> int:
+        if not self._groups:
+            return MEMBERS
+        from duodecoding.backends.torch_kernels import members
+
+        return members(rows, self._groups)
+
     def _step(self, inputs: Inputs, length: int) -> torch.Tensor:
         if inputs.moves_at_most:
             self.slots.move(inputs.moves)
         places = inputs.table[0, 0] + torch.arange(inputs.rows, device=self.device)
-        table = self._fast is not None and self._fast.takes_table
-        mask = inputs.table[None, None] if table else tree_mask(inputs.table, length)
+        mask = inputs.table[None, None] if self._groups else tree_mask(inputs.table, length)
         return self._forward(inputs.tokens, inputs.positions, places, mask, length)
 
     def _capture(
@@ -199,10 +126,10 @@ class Runner:
     ) -> tuple[Any, torch.Tensor]:
         """One CUDA graph for this number of rows (of plain text: less than 0) and this much context."""
         assert self._fast is not None
-        check, self.slots.check = self.slots.check, None
-        stream = torch.cuda.Stream(self.device)
+        assert self._stream is not None
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), self._fast.compiled() if compiled else nullcontext():
+        with torch.cuda.stream(stream), self._fast.compiled() if compiled else nullcontext(), self.slots.unchecked():
             for _ in range(WARM_PASSES):
                 work()
             stream.synchronize()
@@ -211,7 +138,6 @@ class Runner:
                 logits = work()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self._pool = self._pool or graph.pool()
-        self.slots.check = check
         self._captured[key] = graph, logits
         return graph, logits
 

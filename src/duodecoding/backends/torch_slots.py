@@ -7,13 +7,15 @@ their linear place, as the first thing in the next pass; everything else is over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 MANY = 64  # masked rows on a GPU that are left to a library: a padded prompt
+DEEPER = 65536  # a row and its depth in one number: this x depth + row
 ATTENTION = "duodecoding"  # under this name transformers finds the attention below
 
 
@@ -50,6 +52,15 @@ class Slots:
         buffers.keys.index_copy_(2, self.slots, keys)
         buffers.values.index_copy_(2, self.slots, values)
         return buffers.keys[:, :, : self.length], buffers.values[:, :, : self.length]
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """While a graph is made: what it has recorded cannot ask."""
+        check, self.check = self.check, None
+        try:
+            yield
+        finally:
+            self.check = check
 
     def get_seq_length(self, *_args: Any) -> int:
         return 0
@@ -106,14 +117,19 @@ class CacheShape(NamedTuple):
 
 
 def tree_mask(table: torch.Tensor, length: int) -> torch.Tensor:
-    """Which slot each row sees: the committed ones before the first row, and its ancestors behind. (1, 1, rows, length) bool."""
-    rows, first = table.shape[0], table[0, 0]
+    """Which slot each row sees: the committed ones before the first row, and its ancestors behind. (1, 1, rows, length) bool.
+
+    `table`: see `torch_inputs.Inputs`.
+    """
+    rows = table.shape[0]
     index = torch.arange(rows, device=table.device)
-    on_path = index <= table[:, 1:2]
-    ancestors = torch.zeros((rows, rows), dtype=torch.bool, device=table.device)
-    ancestors.scatter_(1, torch.where(on_path, table[:, 2:], index[:, None]).long(), True)  # each row is its own ancestor
-    behind = torch.arange(length, device=table.device) - first
-    among = ancestors.index_select(1, behind.clamp(0, rows - 1))
+    member, path = table[:, 3:-rows, None], table[:, None, -rows:]
+    used = index[:, None, None] < table[0, 1]
+    above = used & (member >= 0) & (index < member // DEEPER)
+    seen = torch.eye(rows + 1, dtype=torch.bool, device=table.device)  # each row sees itself; the last one is nobody's
+    seen[torch.where(above, member % DEEPER, rows).long(), torch.where(above, path, rows).long()] = True
+    behind = torch.arange(length, device=table.device) - table[0, 0]
+    among = seen[:rows, :rows].index_select(1, behind.clamp(0, rows - 1))
     return ((behind < 0) | ((behind >= 0) & (behind < rows) & among))[None, None]
 
 
@@ -128,7 +144,7 @@ def attention(
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. Without a mask: a stretch of text at the end of what is there. With one: rows of a tree;
-    it is either a mask (bool) or their table (integers, see `torch_runner.Rows`), which the GPU kernels take.
+    it is either a mask (bool) or their table (integers, see `torch_inputs.Inputs`), which the GPU kernels take.
 
     `query` (1, heads, rows, head_dim), `key` and `value` (1, kv heads, slots, head_dim); out (1, rows, heads, head_dim).
     """

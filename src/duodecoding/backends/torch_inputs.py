@@ -1,0 +1,125 @@
+"""The arguments of a pass, in buffers that stay: filled on the host, sent to the device by one copy."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+
+from duodecoding.backends.torch_slots import DEEPER
+from duodecoding.tree import ROOT
+
+MOVES = 8  # entries of the KV cache that a pass can move; more get a step of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One pass: `parents[i]` is a row before i, or -1 for one that hangs under the committed tokens before `first`."""
+
+    first: int  # slot and position of the first row; all committed tokens lie before it
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    depths: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        object.__setattr__(self, "depths", depths)
+
+    def path(self, row: int) -> list[int]:
+        """Rows from the top down to this one."""
+        rows = []
+        while row >= 0:
+            rows.append(row)
+            row = self.parents[row]
+        return rows[::-1]
+
+
+def paths_with_rows(parents: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Few paths from the top down, each with the rows that hang under one of its rows (or under nothing): every row once."""
+    found: list[tuple[list[int], list[int]]] = [([], [])]
+    depths: list[int] = []
+    under: list[int] = []  # of each row: the path it hangs under
+    holder: list[int] = []  # of each row: the path it is part of; -1: none yet
+    for row, parent in enumerate(parents):
+        if parent >= 0 and holder[parent] < 0:  # the path that the parent hangs under goes on with it, or forks
+            which, depth = under[parent], depths[parent]
+            if len(found[which][0]) > depth:
+                found.append((found[which][0][:depth], []))
+                which = len(found) - 1
+            found[which][0].append(parent)
+            holder[parent] = which
+        which = holder[parent] if parent >= 0 else 0
+        found[which][1].append(row)
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        under.append(which)
+        holder.append(-1)
+    return found
+
+
+class Inputs:
+    """Tokens, positions, a table of the paths, and entries of the KV cache to move first.
+
+    A line of the table: slot of the first row; lines in use; depth of the row of this number. Then up to `members` rows that hang
+    under one path, as DEEPER x depth + row, and -1 for none; and the rows of that path by depth.
+    """
+
+    def __init__(self, rows: int, device: torch.device, members: int) -> None:
+        self.rows, self.members = rows, members
+        self.moves_at_most = MOVES if rows > 1 else 0  # a plain pass seldom has any, and should cost nothing more
+        self._width = 3 + members + rows
+        ends = rows * (2 + self._width)
+        self._host = torch.zeros(ends + 2 * self.moves_at_most, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = self._host.to(device) if device.type == "cuda" else self._host
+        self._flat = memoryview(self._host.numpy())
+        self.tokens, self.positions = self._device[:rows], self._device[rows : 2 * rows]
+        self.table = self._device[2 * rows : ends].view(rows, self._width)
+        self.moves = self._device[ends:].view(2, self.moves_at_most)  # from, to
+
+    def fill(self, rows: Rows, moves: Sequence[tuple[int, int]] = ()) -> None:
+        """Rows beyond those given are padding: they hang beside the first row and nobody sees them. So are moves of slot 0 to
+        itself."""
+        flat, size, first = self._flat, self.rows, rows.first
+        spare = size - len(rows.tokens)
+        flat[:size] = array("i", [*rows.tokens, *[rows.tokens[0]] * spare])
+        depths = [*rows.depths, *[0] * spare]
+        flat[size : 2 * size] = array("i", [first + depth for depth in depths])
+        lines = self._lines([*rows.parents, *[ROOT] * spare], depths)
+        at = 2 * size
+        for depth, line in zip_longest(depths, lines, fillvalue=()):
+            flat[at : at + 3 + len(line)] = array("i", [first, len(lines), depth, *line])
+            at += self._width
+        if self.moves_at_most:
+            still = [0] * (self.moves_at_most - len(moves))
+            ends = size * (2 + self._width)
+            flat[ends:] = array("i", [*[source for source, _ in moves], *still, *[to for _, to in moves], *still])
+        if self._device is not self._host:
+            self._device.copy_(self._host, non_blocking=True)
+
+    def _lines(self, parents: Sequence[int], depths: Sequence[int]) -> list[list[int]]:
+        lines, most = [], self.members
+        for path, hanging in paths_with_rows(parents):
+            for i in range(0, len(hanging), most):
+                some = [DEEPER * depths[row] + row for row in hanging[i : i + most]]
+                lines.append([*some, *[-1] * (most - len(some)), *path])
+        return lines
+
+
+class Stretch:
+    """The arguments of a pass over plain text, padded to a size: tokens, then the first slot and the number of tokens."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._host = torch.zeros(size + 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = self._host.to(device)
+        self.tokens, self.first = self._device[:size], self._device[size]
+        self.last = self._device[size + 1 :]
+
+    def fill(self, tokens: Sequence[int], first: int) -> None:
+        spare = [tokens[0]] * (self.size - len(tokens))
+        self._host.numpy()[:] = array("i", [*tokens, *spare, first, len(tokens) - 1])
+        self._device.copy_(self._host, non_blocking=True)

@@ -1,0 +1,76 @@
+"""The GPU kernels, run by Triton's interpreter: what they compute. That rows do not know of each other, bit for bit, is for a GPU
+to show (`benchmarks/h200_rows.py`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import version
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("torch", "triton"))), reason="needs torch and triton, which come with a GPU"
+    ),
+    pytest.mark.skipif(version("numpy") >= "2.4", reason="Triton's interpreter takes arrays of one number for numbers"),
+]
+
+ATTENTION = """
+    import random
+    import torch
+    from duodecoding.backends import torch_kernels
+    from duodecoding.backends.torch_inputs import Inputs, Rows
+
+    CPU = torch.device("cpu")
+    torch.manual_seed(0)
+    chance = random.Random(0)
+
+    def check(heads, kv_heads, size, rows, first, length):
+        groups = heads // kv_heads
+        q = torch.randn(heads, rows, size).to(torch.float16)
+        keys, values = torch.randn(2, kv_heads, length, size).to(torch.float16)
+        parents = [-1, *(chance.randrange(max(-1, i - 6), i) for i in range(1, rows))]
+        tree = Rows(first, [0] * rows, parents)
+        inputs = Inputs(rows, CPU, torch_kernels.members(rows, groups))
+        inputs.fill(tree)
+        found = torch_kernels.tree_attention(q, keys, values, inputs.table, size**-0.5, length).float()
+        for row in range(rows):
+            slots = [*range(first), *(first + above for above in tree.path(row))]
+            k, v = (x[:, slots].float().repeat_interleave(groups, 0) for x in (keys, values))
+            weights = torch.softmax((q[:, row, None].float() @ k.transpose(1, 2)) * size**-0.5, -1)
+            expected = (weights @ v)[:, 0]
+            assert torch.allclose(found[row], expected, atol=0.005), (rows, first, row, (found[row] - expected).abs().max())
+
+    for case in CASES:
+        check(*case)
+"""
+
+
+def interpret(script: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (2, 2, 32, 1, 0, 64),  # a single row: parts of blocks
+        (2, 2, 32, 1, 77, 128),
+        (4, 2, 32, 1, 300, 512),
+        (2, 2, 64, 24, 5, 64),  # a tree: parts of splits
+        (5, 1, 32, 24, 250, 512),  # its paths cross the end of a split
+        (2, 2, 32, 40, 600, 768),
+    ],
+)
+def test_attention_over_a_tree_is_attention_over_each_path(case: tuple[int, ...]) -> None:
+    interpret(ATTENTION.replace("CASES", repr([case])))
