@@ -85,6 +85,10 @@ def test_a_fit_takes_medians():
     assert fit([(1, 0.001), (1, 0.002), (1, 9.0), (2, 0.004)]).points == {1: 0.002, 2: 0.004}
 
 
+def test_a_disturbed_measurement_does_not_raise_the_others():
+    assert fit([(1, 0.001), (2, 0.009), (4, 0.003), (8, 0.005)]).points == {1: 0.001, 2: 0.003, 4: 0.003, 8: 0.005}
+
+
 def profile() -> Profile:
     verify = {100: CostCurve({1: 0.010, 8: 0.012}), 300: CostCurve({1: 0.020, 8: 0.030})}
     return Profile("p", "a test", True, verify, CostCurve({1: 0.001, 4: 0.002}), 1e-5, 2e-5, 5e-5, {"threads": 3})

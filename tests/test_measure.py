@@ -108,7 +108,8 @@ def test_costs_are_those_of_the_sampling_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(TimedTarget, "open", _noting(opened, TimedTarget.open))
     warm = SamplingParams(temperature=0.8)
     measure.measure(target, draft, nodes=(1, 2), contexts=(64,), widths=(1,), repeats=1, params=warm, clock=clock)
-    assert opened.count(warm) == 4  # passes, steps, and both in turn; the prompt is timed alone
+    assert len(opened) > 4  # passes, steps, and both in turn
+    assert opened.count(warm) == len(opened) - 1  # the last one times the prompt alone
     opened.clear()
     measure.measure(target, draft, nodes=(1, 2), contexts=(64,), widths=(1,), repeats=1, clock=clock)
     assert opened

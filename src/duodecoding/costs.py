@@ -6,6 +6,7 @@ w leaves.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,13 +161,14 @@ def _curve(points: Mapping[str, float]) -> CostCurve:
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> CostCurve:
-    """A curve through the median time of each amount of work, never falling: more work is not cheaper, only noise says so."""
+    """A curve through the median time of each amount of work, never falling. What disturbs a measurement makes it longer, never
+    shorter: where less work seems to cost more, the time of more work is the true one."""
     by_work: dict[int, list[float]] = {}
     for x, seconds in samples:
         by_work.setdefault(x, []).append(seconds)
     points: dict[int, float] = {}
-    floor = 0.0
-    for x in sorted(by_work):
+    ceiling = math.inf
+    for x in sorted(by_work, reverse=True):
         times = sorted(by_work[x])
-        floor = points[x] = max(floor, times[len(times) // 2])
+        ceiling = points[x] = min(ceiling, times[len(times) // 2])
     return CostCurve(points)

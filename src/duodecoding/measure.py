@@ -40,7 +40,8 @@ NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens in a pass
 QUICK_NODES = (1, 2, 4, 8)
 CONTEXTS = (128, 512, 2048)
 WIDTHS = (1, 2, 4, 8, 16)  # leaves in a draft step
-IN_TURN = 3  # draft steps between two passes, where the two take turns
+IN_TURN = 3  # draft steps in a row; where draft and target take turns, between two passes
+WIDEST_IN_TURN = 4  # leaves: no mode has more there
 REPEATS = 7
 GREEDY = SamplingParams()
 QUICK_CONTEXT = 16
@@ -84,8 +85,7 @@ def measure(
     progress("draft steps", (steps - 2) / steps)
     samples = draft_samples(draft, contexts[0], widths, repeats, clock, params) if draft is not None else ()
     drafted = fit(list(samples)) if draft is not None else CostCurve(verify[contexts[0]].points)
-    turns = turn_samples(target, draft, contexts[0], widths, repeats, clock, params) if draft is not None else ()
-    in_turn = fit(list(turns)) if draft is not None else None
+    in_turn = fit(list(turn_samples(target, draft, contexts[0], widths, repeats, clock, params))) if draft is not None else None
     progress("messages", (steps - 1) / steps)
     return Profile(
         name, about, True, verify, drafted, target_prompt, draft_prompt, latency(clock=clock), dict(settings or {}), in_turn=in_turn
@@ -167,30 +167,35 @@ def _prompt(vocabulary: Vocabulary, length: int, *, backwards: bool = False) -> 
 
 
 def draft_samples(
-    draft: Draft, context: int, widths: Sequence[int], repeats: int, clock: Clock, params: SamplingParams
+    draft: Draft,
+    context: int,
+    widths: Sequence[int],
+    repeats: int,
+    clock: Clock,
+    params: SamplingParams,
+    between: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[int, float]]:
-    """(leaves in the step, seconds), our own work on the guesses included."""
+    """(leaves in the step, seconds), our own work on the guesses included: a few steps of each width, in turn so that a busy moment
+    of the machine hits all of them. `between` comes before every few steps."""
     drafter = ModelDrafter(draft)
     prompt = _prompt(draft.vocabulary, min(context, draft.context // 2))
-    for width in widths:
-        for seconds in islice(_steps(drafter, prompt, params, width, clock), repeats):
-            yield width, seconds
+    for turn in range(repeats + 1):
+        for width in widths:
+            steps = _steps(drafter, prompt, params, width, clock)
+            next(steps, None)  # a tree as wide as that
+            between()
+            if (some := list(islice(steps, IN_TURN))) and turn > 0:  # the first ones may set something up
+                yield width, statistics.mean(some)
 
 
 def turn_samples(
     target: Target, draft: Draft, context: int, widths: Sequence[int], repeats: int, clock: Clock, params: SamplingParams
 ) -> Iterator[tuple[int, float]]:
     """The same with a pass of the target before every few steps: meanwhile the draft's threads sleep and its caches grow cold."""
-    drafter = ModelDrafter(draft)
     conversation = target.open(_prompt(target.vocabulary, context), params)
     _round(target, conversation, 1, clock)  # reads the prompt
-    prompt = _prompt(draft.vocabulary, min(context, draft.context // 2))
-    for width in widths:
-        steps = _steps(drafter, prompt, params, width, clock)
-        for _ in range(repeats):
-            _round(target, conversation, 1, clock)
-            if some := list(islice(steps, IN_TURN)):
-                yield width, statistics.mean(some)
+    narrow = [width for width in widths if width <= WIDEST_IN_TURN] or widths[:1]
+    return draft_samples(draft, context, narrow, repeats, clock, params, lambda: _round(target, conversation, 1, clock))
 
 
 def _steps(drafter: ModelDrafter, prompt: Sequence[int], params: SamplingParams, width: int, clock: Clock) -> Iterator[float]:
