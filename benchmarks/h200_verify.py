@@ -303,6 +303,19 @@ def measure(target: TorchTarget, contexts: tuple[int, ...], sizes: tuple[int, ..
     return found
 
 
+def earlier(file: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """Cells that the last run of this shape measured and this one did not, with where they come from."""
+    if not file.exists():
+        return {}
+    record = json.loads(file.read_text())
+    cells = record["results"].get("earlier", {}).get("verify", {}) | record["results"]["verify"]
+    return {
+        "when": record["when"],
+        "commit": record["commit"],
+        "verify": {name: cell for name, cell in cells.items() if name not in now},
+    }
+
+
 def machine() -> dict[str, Any]:
     total = torch.cuda.mem_get_info()[1]
     driver = subprocess.run(
@@ -368,7 +381,9 @@ def main() -> None:
         results["kernels_us"] = {f"{n}@{c}": profile(target, n, c) for c in options.contexts for n in (1, 64)}
     target.close()
     settings = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
-    common.write(options.out or f"h200_verify_{options.shape}_{options.kernels}", settings, results)
+    name = options.out or f"h200_verify_{options.shape}_{options.kernels}"
+    results["earlier"] = earlier(common.RESULTS / f"{name}.json", results["verify"])
+    common.write(name, settings, results)
 
 
 if __name__ == "__main__":

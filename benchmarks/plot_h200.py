@@ -37,10 +37,16 @@ def newest(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return {shape: found[shape] for shape in SHAPES if shape in found}
 
 
+def cells(results: dict[str, Any]) -> dict[str, Any]:
+    """All that was measured, what an earlier run alone did included."""
+    found: dict[str, Any] = results.get("earlier", {}).get("verify", {}) | results["verify"]
+    return found
+
+
 def curves(results: dict[str, Any], time: str) -> dict[int, CostCurve]:
     """context -> seconds over rows. `time`: "ms" of the graph alone, "round_ms" of a whole round."""
     samples: dict[int, list[tuple[int, float]]] = {}
-    for name, cell in results["verify"].items():
+    for name, cell in cells(results).items():
         rows, _, context = name.partition("@")
         if rows.isdecimal():  # chains; a bush of as many rows has an entry of its own
             samples.setdefault(int(context), []).append((int(rows), cell[time] / 1e3))
@@ -110,10 +116,11 @@ def steps(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """context -> seconds over rows, of a pass with its sampling. Passes are padded to the sizes that were measured; the largest
     usual one is timed with a tree as answers have them."""
     found: dict[str, dict[str, float]] = {}
+    known = cells(results)
     for context, curve in curves(results, "ms").items():
         before, row = 0, found.setdefault(str(context), {})
         for n in curve.points:
-            cell = results["verify"].get(f"{n} bush@{context}") or results["verify"][f"{n}@{context}"]
+            cell = known.get(f"{n} bush@{context}") or known[f"{n}@{context}"]
             seconds = round((cell["ms"] + cell["sampling_ms"]) / 1e3, 6)
             row |= {str(before + 1): seconds, str(n): seconds}
             before = n

@@ -13,9 +13,11 @@ from duodecoding.costs import CostCurve
 from duodecoding.planner import (
     CAUTION,
     DEAREST,
+    LEAST_TRUSTED,
     Calibration,
     DraftClock,
     Switch,
+    Trust,
     Uncalibrated,
     cores_for_draft,
     how_many_leaves,
@@ -51,6 +53,22 @@ def test_guesses_that_promise_little_are_not_worth_the_risk():
     assert how_many_nodes([0.71], [0.0, 1.0, 1.6]) == 0  # 7 % more
     assert how_many_nodes([0.8], [0.0, 1.0, 1.6]) == 1  # 12.5 %
     assert how_many_nodes([0.95] * 20, linear(1.0, 0.5)) == 6  # a pass of four bare ones
+
+
+def test_what_was_won_may_be_risked_again():
+    trust, prices = Trust(), linear(1.0, 0.5)
+    assert how_many_nodes([0.95] * 20, prices, dearest=trust.dearest) == 2  # untried: a pass of two bare ones
+    trust.observe(3, 2.0, 1.0)  # all three tokens in the time of two
+    assert how_many_nodes([0.95] * 20, prices, dearest=trust.dearest) == 4
+    for _ in range(9):
+        trust.observe(5, 3.0, 1.0)
+    assert trust.dearest == DEAREST
+    trust.observe(1, 4.0, 1.0)  # all wrong
+    assert how_many_nodes([0.95] * 20, prices, dearest=trust.dearest) == 1
+    for _ in range(9):
+        trust.observe(1, 1.5, 1.0)
+    assert trust.dearest == LEAST_TRUSTED  # never nothing: it must be able to win again
+    assert how_many_nodes([0.5] * 20, linear(0.005, 0.00001), dearest=trust.dearest) == 20  # where guesses are cheap it is no limit
 
 
 def test_free_nodes_are_all_verified_and_dear_ones_are_not():

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from duodecoding.costs import Profile
-from duodecoding.planner import Outlook, Switch, how_many_nodes, least_chance, worth_waiting
+from duodecoding.planner import DEAREST, Outlook, Switch, Trust, how_many_nodes, least_chance, worth_waiting
 from duodecoding.sampling import Choice
 from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
 from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, Source
@@ -116,6 +116,7 @@ class DuoCore:
         self._costs, self._switch, self._free_switch = costs, switch or Switch(), free_switch or Switch()
         self._switch.new_answer()
         self._free_switch.new_answer()
+        self._trust = Trust() if config.mode is Mode.DUO else Trust(DEAREST)
         self._coverage = FIRST_COVERAGE
         self._bare = True  # the last round
         self._known_prices: list[float] = []
@@ -176,7 +177,7 @@ class DuoCore:
         if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
             chances = self.tree.probabilities(nodes)
             prices = self._prices()
-            count = how_many_nodes(chances, prices, self._cheapest)
+            count = how_many_nodes(chances, prices, self._cheapest, self._trust.dearest)
             return nodes[:count], sum(chances[:count])
         return nodes, 0.0
 
@@ -229,6 +230,8 @@ class DuoCore:
             return
         plain, paused = self._prices()[1], not self._switch.on
         self._switch.observe(tokens, seconds, plain)
+        if not self._bare:
+            self._trust.observe(tokens, seconds, plain)
         if paused and not (self._bare and self._free_switch.on):  # a plain pass says nothing about the guesses it had not
             self._free_switch.observe(tokens, seconds, plain)
 

@@ -18,11 +18,9 @@ EDGES = [1 / (1 + math.exp(6 - 12 * i / BINS)) for i in range(1, BINS)]  # even 
 PRIOR_WEIGHT = 6.0  # observations that the draft's own word counts for
 FORGET = 0.998  # per observation in a bin
 CAUTION = 1.1  # times the tokens a second of a bare pass that a pass over guesses must promise
-DEAREST = 4.0  # bare passes that one over guesses may take
-LEAST_READ, READING_PASSES = (
-    256,
-    8,
-)  # of a prompt, by the draft: tokens in any case, and passes of the target that it may take for more
+UNTRIED, LEAST_TRUSTED, DEAREST = 2.0, 1.5, 4.0  # bare passes that one over guesses may take: at first, after losses, after gains
+LEAST_READ = 256  # tokens of a prompt that the draft reads in any case
+READING_PASSES = 8  # of the target, that it may take for more
 
 
 class Calibration:
@@ -52,23 +50,35 @@ class Uncalibrated(Calibration):
         pass
 
 
-def how_many_nodes(probabilities: Sequence[float], prices: Sequence[float], cheapest: float = 0.0) -> int:
+def how_many_nodes(probabilities: Sequence[float], prices: Sequence[float], cheapest: float = 0.0, dearest: float = DEAREST) -> int:
     """Decision 1: how many guesses maximise (1 + expected accepted) / price of a pass. Probabilities come best first.
 
     `prices`: of passes over 0, 1, 2, … tokens. `cheapest`: no place in a pass costs less. A guess that would not pay there ends the
     search, and so all behind it. What promises little more than a bare pass is not worth its risk: of all that might have been
-    verified it was chosen because it looked good. Nor is a pass that takes as long as many bare ones, as on a CPU: a long chain
-    brings little more there than a short one, and loses more.
+    verified it was chosen because it looked good. Nor is a pass that takes as long as many bare ones (`dearest`), as on a CPU: a
+    long chain brings little more there than a short one, and loses more.
     """
     best, best_rate, expected = 0, CAUTION / prices[1], 1.0
     for n, (p, price) in enumerate(zip(probabilities, prices[2:], strict=False), start=1):
-        if p < cheapest * best_rate or price > DEAREST * prices[1]:
+        if p < cheapest * best_rate or price > dearest * prices[1]:
             break
         expected += p
         rate = expected / price
         if rate > best_rate:
             best, best_rate = n, rate
     return best
+
+
+@dataclass(slots=True)
+class Trust:
+    """How dear a pass over guesses may be in this answer: what such passes have won, in tokens of `off`, may be risked again. Where
+    guesses cost hardly more than a bare pass, as on a GPU, it does not matter."""
+
+    dearest: float = UNTRIED
+
+    def observe(self, tokens: int, seconds: float, plain: float) -> None:
+        """A round over guesses gave `tokens` in `seconds`; a token in `off` takes `plain`."""
+        self.dearest = min(max(self.dearest + tokens - seconds / plain, LEAST_TRUSTED), DEAREST)
 
 
 def least_chance(verify: Callable[[int], float]) -> float:
