@@ -74,3 +74,22 @@ def interpret(script: str) -> None:
 )
 def test_attention_over_a_tree_is_attention_over_each_path(case: tuple[int, ...]) -> None:
     interpret(ATTENTION.replace("CASES", repr([case])))
+
+
+PRODUCTS = """
+    import torch
+    from duodecoding.backends import torch_kernels
+
+    torch.manual_seed(0)
+    for rows, n, k in ((1, 96, 200), (17, 64, 128), (40, 200, 4096), (70, 64, 256)):
+        x, weight = torch.randn(rows, k).to(torch.float16), (torch.randn(n, k) / k**0.5).to(torch.float16)
+        found = torch_kernels.linear(x, weight).sum(0)
+        assert torch.allclose(found, x.float() @ weight.float().T, atol=0.01), (rows, n, k)
+    x, weight = torch.randn(5, 100).to(torch.float16), torch.rand(100).to(torch.float16)
+    expected = x.float() * torch.rsqrt((x.float() ** 2).mean(-1, keepdim=True) + 1e-5) * weight.float()
+    assert torch.allclose(torch_kernels.rms_norm(x, weight, 1e-5).float(), expected, atol=0.01)
+"""
+
+
+def test_products_and_norms() -> None:
+    interpret(PRODUCTS)

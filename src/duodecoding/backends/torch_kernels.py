@@ -14,6 +14,7 @@ every sum are fixed by the model's shape:
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ WIDEST = 64  # (row, query head) pairs of one program of `_partial`
 LINES = 8  # lines of the table at work at once, for each key head; trees seldom have more
 SHORT = 1024  # slots up to which a single row's blocks are spread over as many programs as there are
 MULTIPROCESSORS = 120  # about as many as a large GPU has; the same everywhere, so that results are
+SMALLEST_ROOM = 101_376  # bytes of shared memory that every GPU with bfloat16 has
+LARGE_HEADS = 168_000  # bytes for attention with heads of 256 numbers and three loads under way
 LOG2E = 1.4426950408889634
 DEEPER = tl.constexpr(torch_slots.DEEPER)
 LOWEST = tl.constexpr(-1e38)  # the largest score of nothing; finite, so that two of them have a difference
@@ -240,6 +243,14 @@ def linear_plan(n: int, k: int) -> tuple[int, int, int, int, int]:
     return columns, inner, splits, 4, 4
 
 
+@cache
+def _room(device: torch.device) -> int:
+    """Bytes of shared memory for a program: 227 KB on an H200, 99 on a GPU at home."""
+    if device.type != "cuda":  # Triton's interpreter
+        return SMALLEST_ROOM
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SMALLEST_ROOM))
+
+
 def _tile(rows: int, most: int) -> int:
     """Rows of one program. None has 32: with those, and no others, some rows were not what they are alone."""
     return TILE if rows <= 2 * TILE else min(max(64, triton.next_power_of_2(rows)), most)
@@ -259,6 +270,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, exact: bool = True) -> torch.T
     columns, inner, splits, warps, stages = PLANS.get((n, k)) or linear_plan(n, k)
     per_split = -(-k // (splits * inner)) * inner
     tile = _tile(rows, 128)
+    while stages > 1 and stages * 2 * (tile + columns) * inner > _room(x.device):
+        stages -= 1  # loads under way; the result is the same
     out = torch.empty((splits, rows, n), dtype=_kind(x, splits, exact), device=x.device)
     grid = (-(-rows // tile), -(-n // columns), splits)
     even = n % columns == 0 and per_split * splits == k
@@ -323,7 +336,8 @@ def tree_attention(
     numbers = (rows, table.shape[1], q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), scale * LOG2E, splits, blocks)
     # No multiplication joined with an addition but those written so: which ones would be is the compiler's choice.
     common: dict[str, Any] = {"GROUPS": groups, "SIZE": size, "B": BLOCK, "enable_fp_fusion": False}
-    wide: dict[str, Any] = {"M": tile, "S": written, "LINES": lines, "num_warps": tile // TILE, "num_stages": 3}
+    stages = 3 if size <= 128 or _room(q.device) > LARGE_HEADS else 1
+    wide: dict[str, Any] = {"M": tile, "S": written, "LINES": lines, "num_warps": tile // TILE, "num_stages": stages}
     _partial[(shared_heads, lines + splits * tiles)](q, keys, values, table, *parts, *numbers, tiles, **common, **wide)
     one: dict[str, Any] = {"S": SPLIT, "WRITTEN": written, "num_warps": 1}
     _merge[(rows, heads)](q, keys, values, table, *parts, out, *numbers, **common, **one)
