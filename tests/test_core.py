@@ -11,11 +11,13 @@ from worlds import World, configs, parameters, said, worlds
 
 from duodecoding import SamplingParams, realtime
 from duodecoding.backends.scripted import ProtocolBroken
-from duodecoding.core import Choose, Committed, DuoCore, Expand, Verdict, Verify, walk
+from duodecoding.core import Choose, Committed, DuoCore, Expand, Verdict, Verify, Wait, walk
 from duodecoding.llm import _Reader
+from duodecoding.planner import Outlook
 from duodecoding.sampling import Choice
 from duodecoding.tree import ROOT, PassNode, Proposal
 from duodecoding.types import EngineConfig, Mode, Source
+from duodecoding.virtual import load_profile
 
 # A drafter that says anything at any time: right guesses, wrong ones, late ones, twice, about nodes nobody knows.
 
@@ -422,3 +424,13 @@ def test_more_tokens_give_a_longer_version_of_the_same_answer() -> None:
     long = world.answer(EngineConfig(), params).token_ids
     for tokens in (1, 7, 39):
         assert world.answer(EngineConfig(), replace(params, max_tokens=tokens)).token_ids == long[:tokens]
+
+
+@pytest.mark.parametrize(("left", "waits"), [(50, True), (4, True), (3, False), (2, False)])
+def test_nobody_waits_for_guesses_behind_the_answers_end(left: int, waits: bool) -> None:
+    """Two sure guesses are there; the draft is about to say what follows the second one."""
+    params, costs = SamplingParams(max_tokens=left, ignore_eos=True), load_profile("h200-32b")
+    core = DuoCore([1, 2], params, EngineConfig(mode=Mode.DUO), context=4096, costs=costs)
+    core.nodes_arrived([Proposal(1, -1, 7, 0.99, Source.MODEL), Proposal(2, 1, 8, 0.99, Source.MODEL)])
+    found = core.step(Outlook(next_in=1e-4, expanding=(2,), step=1e-3))
+    assert isinstance(found, Wait if waits else Verify)

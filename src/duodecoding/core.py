@@ -201,6 +201,8 @@ class DuoCore:
             first = next((node for node in (self.tree.root, *nodes) if not node.expanded), None)  # they come best first
             coming = [first] if first is not None else self.tree.frontier(1)
             delay += outlook.step
+        last = self.tree.position + self._room - 1  # of the answer: guesses behind it are of no use, however likely
+        coming = [node for node in coming if node.position < last]
         chances = self.tree.probabilities
         free = [sum(chances(list(leaf.children.values()))) for leaf in coming]  # guessed already, by others than the draft
         more = sum(max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True))
