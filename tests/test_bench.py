@@ -75,6 +75,11 @@ def test_tokens_per_second_as_spec_bench_counts_them():
     assert metrics.by_task(speeds) == {"qa": 30.0, "rag": 12.0, "mean": 21.0}
 
 
+def test_of_several_sessions_the_median_counts():
+    said = [answer("off", "1", 10, seconds, repeat=repeat) for repeat, seconds in enumerate((1.0, 5.0, 0.5))]
+    assert metrics.by_question(said) == {("qa", "1"): 10.0}
+
+
 def test_decoding_alone_leaves_out_the_prompt_and_what_came_with_the_first_token():
     said = [answer("off", tokens=11, seconds=1.5, ttft_seconds=0.5, first_tokens=1), answer("off", "2", 13, 1.0, first_tokens=4)]
     found = metrics.summary(said, said)["decode_tokens_per_second"]
@@ -459,6 +464,15 @@ def test_a_repeat_is_a_session_of_its_own(pair, tmp_path, monkeypatch):
     assert len(made) == 4
     assert made[1].drafters.model is not made[3].drafters.model
     assert len({id(llm.target) for llm in made}) == 1  # one target for all
+
+
+def test_a_mode_may_have_one_session_only(pair, tmp_path):
+    plan = Plan(pair, QUESTIONS, PARAMS, modes=[Mode.SERIAL], repeats=3, mode_per_task={"serial": 1}, once=frozenset({"serial"}))
+    run = played(plan, tmp_path / "out")
+    tasks = len({question.task for question in QUESTIONS})
+    asked = Counter((a.who, a.repeat) for a in run.journal.answers if a.turn == 0)
+    assert asked == {("off", r): len(QUESTIONS) for r in range(3)} | {("serial", 0): tasks}
+    assert run.complete
 
 
 def test_a_target_has_the_threads_that_a_mode_gives_it(pair):

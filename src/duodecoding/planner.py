@@ -18,7 +18,7 @@ EDGES = [1 / (1 + math.exp(6 - 12 * i / BINS)) for i in range(1, BINS)]  # even 
 PRIOR_WEIGHT = 6.0  # observations that the draft's own word counts for
 FORGET = 0.998  # per observation in a bin
 CAUTION = 1.1  # times the tokens a second of a bare pass that a pass over guesses must promise
-UNTRIED, LEAST_TRUSTED, DEAREST = 2.0, 1.5, 4.0  # bare passes that one over guesses may take: at first, after losses, after gains
+UNTRIED, LEAST_TRUSTED, DEAREST = 3.0, 2.6, 4.0  # bare passes that one over guesses may take: at first, after losses, after gains
 LEAST_READ = 256  # tokens of a prompt that the draft reads in any case
 READING_PASSES = 8  # of the target, that it may take for more
 

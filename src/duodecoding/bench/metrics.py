@@ -7,10 +7,10 @@ questions.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,9 +115,11 @@ def _decode_speed(answers: Answers) -> float:
 
 
 def by_question(answers: Answers, speed: Callable[[Answers], float] = _speed) -> dict[tuple[str, str], float]:
-    """Tokens per second of each question, all its turns and repeats together."""
-    ordered = sorted(answers, key=lambda a: a.question)
-    return {question: speed(list(group)) for question, group in groupby(ordered, key=lambda a: a.question)}
+    """Tokens per second of each question, all its turns together: the median of its sessions."""
+    sessions: dict[tuple[str, str], dict[int, list[Answer]]] = {}
+    for answer in answers:
+        sessions.setdefault(answer.question, {}).setdefault(answer.repeat, []).append(answer)
+    return {question: statistics.median(map(speed, sessions[question].values())) for question in sorted(sessions)}
 
 
 def by_task(speeds: Mapping[tuple[str, str], float]) -> dict[str, float]:

@@ -55,6 +55,7 @@ class Plan:
     peer_per_task: int = 0  # questions of each task that peers get; 0: all
     settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of modes, found elsewhere
     mode_per_task: Mapping[str, int] = field(default_factory=dict)  # questions of each task that some modes get, the others get all
+    once: frozenset[str] = frozenset()  # modes that have one session, however many the others have
 
     def per_task(self, mode: Mode) -> int:
         """Questions of each task that a mode gets; 0: all."""
@@ -222,6 +223,8 @@ class Run:
 
     def _left(self, name: str, per_task: int, repeat: int) -> list[Prompt]:
         """Questions that have no answer yet."""
+        if repeat and name in self.plan.once:
+            return []
         done = {a.question for a in self.journal.answers if a.who == name and a.repeat == repeat}
         return [question for question in first_of(self.plan.questions, per_task) if (question.task, question.id) not in done]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from duodecoding.cli.terminal import Terminal
 
 TUNE_QUESTIONS = 7  # one of each kind of task
-QUICK = {"per_task": 2, "max_tokens": 48}
+QUICK = {"per_task": 2, "max_tokens": 48, "repeat": 3}
 QUICK_SECONDS = 150.0  # then no question begins any more
 
 
@@ -54,7 +54,7 @@ class BenchOptions:
 
 BENCH_HELP = {
     "out": "Folder for results.json, report.md and pictures; one that exists is gone on with. Without it a new one here.",
-    "quick": "A first look: 2 questions of each task, 48 tokens, our modes only; it ends within 3 minutes.",
+    "quick": "A first look: 2 questions of each task, 48 tokens, our modes, off and duo three times; it ends within 3 minutes.",
     "tasks": "A folder of .jsonl files with questions (the format of Spec-Bench), instead of the package's own.",
     "modes": "Separated by commas. off is always among them: the others are measured against it.",
     "per_task": "Questions of each task.",
@@ -116,7 +116,7 @@ def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig,
     if options.repeat < 1:
         raise UsageError(f"--repeat is {options.repeat}", "it must be at least 1")
     if options.quick:
-        options = replace(options, per_task=min(options.per_task, QUICK["per_task"]), peers="", tune=False)
+        options = replace(options, per_task=min(options.per_task, QUICK["per_task"]), repeat=QUICK["repeat"], peers="", tune=False)
         params = replace(params, max_tokens=min(params.max_tokens, QUICK["max_tokens"]))
     modes = [known_mode(name) for name in words(options.modes, "modes")]
     rivals = list(peers.PEERS) if options.peers == "all" else words(options.peers, "peers") if options.peers else []
@@ -133,7 +133,11 @@ def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig,
     if left_out:
         terminal.warn(f"left out, too long for the context: {', '.join(left_out)}")
     tune = TUNE_QUESTIONS if options.tune else 0
-    return Plan(config, questions, params, modes, rivals, options.repeat, tune, options.peer_per_task)
+    brief = [str(mode) for mode in (Mode.CHAIN, Mode.SERIAL, Mode.LOCKSTEP)] if options.quick else []
+    return Plan(
+        config, questions, params, modes, rivals, options.repeat, tune, options.peer_per_task,
+        mode_per_task=dict.fromkeys(brief, 1), once=frozenset(brief),
+    )  # fmt: skip
 
 
 def known_mode(name: str) -> Mode:
