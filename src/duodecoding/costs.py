@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from duodecoding.errors import UsageError
@@ -72,6 +72,15 @@ class Profile:
     settings: Mapping[str, Any] = field(default_factory=dict)
     host: CostCurve | None = None  # our own work between two passes, over tokens in a pass; None: nobody measured it
     in_turn: CostCurve | None = None  # draft steps between passes: threads have slept, caches are cold; None: nobody measured it
+
+    @property
+    def draft_in_turn(self) -> CostCurve:
+        """What draft steps cost where draft and target take turns, as far as it is known."""
+        return self.in_turn or self.draft
+
+    def with_draft(self, draft: CostCurve) -> Profile:
+        """The same machine with another draft's steps."""
+        return replace(self, draft=draft, in_turn=None)
 
     def verify_at(self, context: int) -> CostCurve:
         """The curve of the nearest measured context, for observing into."""

@@ -280,7 +280,7 @@ class Simulation:
             if drafter is None or not leaves:
                 core.draft_exhausted()
                 continue
-            self.now += self._step(self.now, leaves, self.profile.in_turn or self.profile.draft)
+            self.now += self._step(self.now, leaves, self.profile.draft_in_turn)
             model_guessed(core, self.free, drafter.grow(leaves))
 
     def _step(self, begin: float, leaves: Sequence[Node], curve: CostCurve) -> float:

@@ -218,7 +218,7 @@ def _merge(  # type: ignore[no-untyped-def]
     k, v = tl.load(keys + entry).to(tl.float32), tl.load(values + entry).to(tl.float32)
     score = tl.sum(asked * k, axis=1) * scale
     step = rows * GROUPS  # from a part to the next
-    at = row * GROUPS + query % GROUPS + tl.arange(0, 1)
+    at = row * GROUPS + query % GROUPS + tl.arange(0, 1)  # an array of one; `at >= 0` is its mask
     top, mass, acc, open_top, open_mass, open_acc = _before(
         part, part_top, part_mass, head * splits * step + at, step, shared, SIZE, S, WRITTEN
     )

@@ -218,7 +218,7 @@ class _Judge:
                     self.progress(f"{file.name} in virtual time, {name}", share)
 
                 plain = study.replay(setups(Mode.OFF)[0], profile)
-                found[profile.name] = speedup(study.replay(setup, replace(profile, draft=steps, in_turn=None), tell), plain)
+                found[profile.name] = speedup(study.replay(setup, profile.with_draft(steps), tell), plain)
         finally:
             draft.close()
         return found

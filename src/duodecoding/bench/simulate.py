@@ -164,7 +164,7 @@ class Study:
         calibration = Calibration() if setup.calibrates else Uncalibrated()
         switch, free_switch, free = Switch(), Switch(), self._free(setup)
         if setup.free:
-            profile = replace(profile, draft=NO_COST, in_turn=None, latency=0.0, draft_prompt=0.0)
+            profile = replace(profile.with_draft(NO_COST), latency=0.0, draft_prompt=0.0)
         for recording, memory in zip(self.recordings, self.memories, strict=True):
             drafter = None
             if self.draft is not None and setup.config.mode is not Mode.OFF:
