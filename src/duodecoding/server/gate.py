@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +18,7 @@ from duodecoding.types import ServerConfig
 
 PUBLIC = frozenset({"/", "/health"})
 BODY_SECONDS = 30.0  # for a client to send what it announced
+LINGER_SECONDS = 5.0  # for which a body that is known to be too large is taken in and thrown away
 DRAIN = 16  # times the limit that is still taken in and thrown away: a client that is cut off while it sends never reads why
 CLIENT = "duo.client"  # in the scope: whose turn in the queue it is
 
@@ -91,6 +93,9 @@ async def read_body(request: Request, limit: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than the {limit} bytes allowed", code="body_too_large")
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
+        with suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(LINGER_SECONDS):
+                await _at_most(request, limit, too_large)
         raise too_large
     try:
         async with asyncio.timeout(BODY_SECONDS):
