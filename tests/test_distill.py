@@ -376,7 +376,7 @@ def test_the_written_draft_computes_what_torch_computes(tiny: Path, corpus: data
         row = draft.expand([Leaf(1, None, int(ids[-1]), len(ids) - 1)])[0]
         read = ids if some is None else some.stand_ins[ids]
         expected = (hidden(of.model, read)[-1] @ of.model.head.T).detach().numpy()
-        assert np.abs(row - expected).max() < 0.15 * expected.std(), name
+        assert np.abs(row - expected).max() < 0.2 * expected.std(), name  # activations have eight bits
         check_pair(read_vocabulary(tiny), draft.vocabulary, target_name="tiny", draft_name=name)
         draft.close()
 

@@ -11,7 +11,6 @@ from worlds import World, parameters
 from duodecoding import SamplingParams
 from duodecoding.backends import scripted
 from duodecoding.backends.base import Leaf
-from duodecoding.drafters import model as model_drafter
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.sampling import Sampler
@@ -103,7 +102,7 @@ def test_growth_ends_where_the_draft_cannot_keep_more_paths_apart() -> None:
     drafter.open(world.prompt, SamplingParams(temperature=1.0), BestFirst(7))
     while grown(drafter):
         pass
-    assert sum(draft.steps) == model_drafter.MAX_EXPANDED
+    assert sum(draft.steps) == draft.room
     drafter.commit([2])
     assert drafter.next_leaves() != []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
@@ -396,6 +397,34 @@ def test_the_first_token_goes_out_at_once_and_others_while_the_next_pass_runs(mo
     assert waits, "every round's tokens go out, the last after its pass"
     ends = [i for i, note in enumerate(rest) if note == "ends"]
     assert all("tokens" in rest[a:b] for a, b in pairwise(ends)), "no round's tokens are kept back for longer than one pass"
+
+
+def test_no_garbage_is_looked_for_while_the_target_waits_for_us() -> None:
+    """From the end of a pass to the beginning of the next; whoever reads the answer finds Python as it was."""
+
+    class Watched(Beside):
+        def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
+            self.notes.append(f"collects {gc.isenabled()}")
+            return super().verify(work)
+
+    target = Watched(WORLD.target())
+    with engine(target, in_thread(WORLD.draft()), EngineConfig(mode=Mode.DUO)) as llm:
+        stream = llm.stream(list(WORLD.prompt), PARAMS)
+        assert all(gc.isenabled() for _ in stream.rounds())
+        begun = [note for note in target.notes if note.startswith("collects")]
+        assert begun == ["collects True"] + ["collects False"] * (len(begun) - 1)
+        assert len(begun) > 3
+        assert gc.isenabled()
+        stream = llm.stream(list(WORLD.prompt), PARAMS)
+        for _ in zip(range(2), stream.rounds(), strict=False):
+            pass
+        stream.close()
+        assert gc.isenabled()
+        gc.disable()
+        try:
+            assert not any(gc.isenabled() for _ in llm.stream(list(WORLD.prompt), PARAMS).rounds())
+        finally:
+            gc.enable()
 
 
 def test_a_slow_reader_of_the_answer_is_not_taken_for_a_slow_target() -> None:

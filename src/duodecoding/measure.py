@@ -50,7 +50,8 @@ SLOW = 0.3  # seconds of a pass
 BRANCHING = 8
 ECHOES = 200  # messages there and back
 COPIED = 1 << 27  # bytes; more than a CPU's caches hold
-COSTLY = ("threads", "threads_draft", "gpu_layers", "ctx_size", "backend", "device", "dtype", "compile")  # settings that change it
+# Settings that change it.
+COSTLY = ("threads", "threads_draft", "draft_engine", "gpu_layers", "ctx_size", "backend", "device", "dtype", "compile")
 CACHE_VARIABLE = "DUO_CACHE"
 GUESSES = (401, 402)  # tokens as good as any
 WORDS = "one two three four five six seven eight nine ten eleven twelve "  # what is in a prompt does not change its price

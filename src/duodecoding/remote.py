@@ -106,6 +106,7 @@ def spawn(path: Path, config: EngineConfig, *, cores: Sequence[int] = (), nice: 
         "--draft": str(path),
         "--ctx-size": str(config.ctx_size),
         "--threads": str(config.threads_draft or config.threads),
+        "--engine": config.draft_engine,
         "--cores": ",".join(map(str, cores)),
         "--nice": str(nice),
     } | ({"--bridge": str(bridge)} if bridge is not None else {})

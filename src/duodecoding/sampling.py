@@ -144,6 +144,11 @@ class Sampler:
         return self.constraint is not None or self.params.top_logprobs > 0
 
     @property
+    def plain(self) -> bool:
+        """Are the logits taken as they are?"""
+        return not self._counting and not self.params.logit_bias
+
+    @property
     def needs_path(self) -> bool:
         """Do guesses depend on the tokens since the last commit?"""
         return self._counting
@@ -168,7 +173,7 @@ class Sampler:
         and probabilities are calibrated later anyway.
         """
         params = self.params
-        row = self._penalised(logits, path, ids) if self._counting or params.logit_bias else logits
+        row = logits if self.plain else self._penalised(logits, path, ids)
         near = near_top(row, min(k, row.size), params.temperature)
         values = row[near]
         best = places_of_best(values, k if params.greedy else GUESS_HEAD)
@@ -185,7 +190,8 @@ class Sampler:
         """The k best with the noise of this position, and their shares. `best`: logits of `ids` below the first, `near`: of all."""
         params, scale = self.params, np.float32(max(self.params.temperature, MIN_TEMPERATURE))
         scores = best / scale
-        rest = float(np.exp(near / scale).sum() - np.exp(scores).sum())
+        limited = params.top_k > 0 or params.top_p < 1 or params.min_p > 0  # then no other token has a chance
+        rest = 0.0 if limited else float(np.exp(near / scale).sum() - np.exp(scores).sum())
         ids, scores = self._likely(ids, scores)
         scores = scores + gumbel(params.seed, position, ids)
         order = np.argsort(-scores, kind="stable")

@@ -88,7 +88,7 @@ class RecordedDrafter(ModelDrafter):
     def _start(self, _prompt: Sequence[int], unread: int) -> None:
         self._unread = unread
 
-    def _guesses(self, leaves: Sequence[Node]) -> list[list[Guess]]:
+    def _guesses(self, leaves: Sequence[Node], _floors: Sequence[float]) -> list[list[Guess]]:
         places = [self._place(node) for node in leaves]
         for place in sorted(set(places) - self._memory.keys()):  # neighbours one after the other share most of the cache
             self._memory[place] = self._read(place)

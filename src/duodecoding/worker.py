@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import hmac
 import mmap
 import os
@@ -49,6 +50,7 @@ HANDSHAKE_SECONDS = 10.0  # a stranger who says nothing does not keep others wai
 LOOK_UP_SECONDS = 2.0  # how often an idle worker makes sure that its parent lives
 LOCAL = ("127.0.0.1", "localhost", "::1")
 PR_SET_PDEATHSIG = 1
+YOUNG = 20_000  # objects that are made before Python looks for garbage: a step makes hundreds, all of which are in use
 
 
 class Session:
@@ -261,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bridge", type=Path, help="the target, whose vocabulary is not the draft's")
     parser.add_argument("--ctx-size", type=int, required=True)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--engine", default="auto", choices=["auto", "native", "llamacpp"])
     parser.add_argument("--cores", default="", help="comma-separated; empty: any")
     parser.add_argument("--nice", type=int, default=0)
     parser.add_argument("--die-with-parent", action="store_true", help="ask the kernel for it (only from a thread that lives on)")
@@ -268,7 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _settle(options)
     connection = worker_side(socket.socket(fileno=options.fd))
     try:
-        draft = backends.load_draft(options.draft, EngineConfig(ctx_size=options.ctx_size, threads=options.threads))
+        config = EngineConfig(ctx_size=options.ctx_size, threads=options.threads, draft_engine=options.engine)
+        draft = backends.load_draft(options.draft, config)
         flag = mmap.mmap(options.flag_fd, mmap.PAGESIZE)
         bridge = backends.read_vocabulary(options.bridge) if options.bridge else None
         Session(connection, draft, flag=flag, alone=lambda: os.getppid() != options.parent, bridge=bridge).run()
@@ -295,6 +299,7 @@ def _settle(options: argparse.Namespace) -> None:
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     if options.nice:
         os.nice(options.nice)
+    gc.set_threshold(YOUNG)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ class Disturbed:
     def __init__(self, path: Path) -> None:
         self._calm, self._other = (load_draft(path, SMALL) for _ in range(2))
         self.vocabulary, self.context, self.token_ids = self._calm.vocabulary, self._calm.context, self._calm.token_ids
+        self.room = self._calm.room
         self._flag, self._chance = mmap.mmap(-1, mmap.PAGESIZE), random.Random(3)
         self._other.stop_on(self._flag)
         self.stopped, self.difference = 0, 0.0

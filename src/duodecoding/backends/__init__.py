@@ -61,10 +61,19 @@ def load_target(path: Path, config: EngineConfig, progress: Progress = lambda wh
 
 
 def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draft:
-    """On the CPU, wherever the target runs: that is the point. `exact`: its guesses do not depend on the order of the work."""
+    """On the CPU, wherever the target runs: that is the point. `exact`: its guesses do not depend on the order of the work, and
+    llama.cpp makes them."""
     from duodecoding.backends.llamacpp import LlamaModel
     from duodecoding.backends.llamacpp_draft import LlamaDraft
 
+    if not exact and config.draft_engine != "llamacpp":
+        from duodecoding.backends.native_draft import NativeDraft
+
+        try:
+            return NativeDraft(_gguf(path), context=config.ctx_size, threads=config.threads_draft or config.threads)
+        except BackendMissing:
+            if config.draft_engine == "native":
+                raise
     model = LlamaModel(_gguf(path), repack=not exact)
     return LlamaDraft(model, context=config.ctx_size, threads=config.threads_draft or config.threads, exact=exact)
 

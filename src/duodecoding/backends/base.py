@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from duodecoding.core import Choose
 from duodecoding.sampling import Ids, Row, Sampler
 from duodecoding.tree import PassNode
 from duodecoding.types import SamplingParams
+
+Pair = tuple[int, float]  # a token and how likely it is
 
 
 class Vocabulary(Protocol):
@@ -87,6 +89,7 @@ class Draft(Protocol):
 
     vocabulary: Vocabulary
     context: int
+    room: int  # nodes that it keeps expanded at most
     token_ids: Ids | None  # the token of each logit, ascending; None: its place, for the draft knows all tokens
 
     def open(self, prompt: Sequence[int], unread: int = 0) -> None:
@@ -114,3 +117,16 @@ class Draft(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class QuickDraft(Draft, Protocol):
+    """A draft that finds the best guesses itself, where its logits are."""
+
+    most_leaves: int  # of a step like that
+    hottest: float  # temperature that it knows how to guess for
+
+    def guess(self, leaves: Sequence[Leaf], k: int, floors: Sequence[float], params: SamplingParams) -> list[list[Pair]]:
+        """A step as `expand` is one. After each leaf up to k tokens that the target will most likely choose, best first, and how
+        likely; below the leaf's floor only the first. No penalties, no bias."""
+        ...

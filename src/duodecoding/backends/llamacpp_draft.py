@@ -28,6 +28,7 @@ class LlamaDraft:
         self.token_ids = model.trim.token_ids if model.trim is not None else None
         self.context = usable_context(model, context)
         self._context = Context(model, self.context, threads, exact=exact, sequences=DRAFT_SEQUENCES)
+        self.room = DRAFT_SEQUENCES - 1
         self._exact = exact
         self._tokens: list[int] = []
         self._unread = 0  # committed tokens at the beginning that are left out

@@ -187,6 +187,7 @@ class ScriptedDraft:
     def __init__(self, vocabulary: ScriptedVocabulary, script: Script, *, context: int = 256, sequences: int = 128) -> None:
         self.vocabulary, self.context = vocabulary, context
         self.token_ids: Ids | None = None
+        self.room = min(96, sequences)
         self.steps: list[int] = []  # leaves of each step
         self._script, self._sequences = script, sequences
         self._flag: mmap.mmap | None = None

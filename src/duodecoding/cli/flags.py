@@ -33,6 +33,7 @@ ENGINE_HELP = {
     "max_nodes": "With a tree: most guesses verified in one pass.",
     "draft_at": "HOST:PORT of a draft server on another machine, instead of a draft here (modes lockstep and duo).",
     "draft_secret": "The secret that the draft server asks for. Better set by the environment variable, which others cannot see.",
+    "draft_engine": "What runs the draft. auto: our own engine where it can (a Llama in Q8_0, Q4_0 or floats), else llama.cpp.",
     "backend": "What runs the target. auto: llama.cpp for a GGUF file, torch for a transformers model.",
     "device": "torch: cpu, cuda or cuda:N. auto: a GPU if there is one.",
     "dtype": "torch: float32, bfloat16 or float16. auto: float32 on a CPU, bfloat16 on a GPU.",
@@ -294,7 +295,7 @@ FLAT = Parameter(name="*")  # the fields of the record are flags of the command
 OUTPUT = Group("Input and output", sort_key=0)
 ANSWER = Group("Answer", sort_key=1)
 ENGINE = Group("Models and speculation", sort_key=2)
-PAIR = ("model", "draft", "ctx_size", "threads", "threads_draft", "offline")  # two models on this machine
+PAIR = ("model", "draft", "ctx_size", "threads", "threads_draft", "draft_engine", "offline")  # two models on this machine
 SERVED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # where a request says nothing
 REPLAYED = ("max_tokens", "temperature", "top_p", "seed")
 
@@ -329,7 +330,7 @@ else:
     ChatFlags = derive(ChatOptions, CHAT_HELP, OUTPUT)
     ReportFlags = derive(ReportOptions, REPORT_HELP, OUTPUT)
     DraftServerFlags = derive(DraftServerOptions, DRAFT_SERVER_HELP, OUTPUT)
-    DraftModelFlags = derive(EngineConfig, DRAFT_MODEL_HELP, ENGINE, only=("ctx_size", "threads", "offline"))
+    DraftModelFlags = derive(EngineConfig, DRAFT_MODEL_HELP, ENGINE, only=("ctx_size", "threads", "draft_engine", "offline"))
     MACHINE = ("threads", "gpu_layers", "backend", "device", "dtype", "compile", "offline")
     MachineFlags = derive(EngineConfig, ENGINE_HELP, ENGINE, only=MACHINE)
     SimulateFlags = derive(SimulateOptions, SIMULATE_HELP, OUTPUT)

@@ -139,7 +139,7 @@ class BridgeDrafter(ModelDrafter):
     def _has_room(self) -> bool:
         return len(self._chain) < LONGEST and len(self._ids) + len(self._chain) < self._draft.context
 
-    def _guesses(self, leaves: Sequence[Node]) -> list[list[Guess]]:
+    def _guesses(self, leaves: Sequence[Node], _floors: Sequence[float]) -> list[list[Guess]]:
         return [self._next(self._behind + self._spelt(node)) for node in leaves]
 
     def _spelt(self, node: Node) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from duodecoding.backends.base import Draft, Leaf
+from duodecoding.backends.base import Draft, Leaf, QuickDraft
 from duodecoding.drafters.growth import Growth
 from duodecoding.planner import Calibration
 from duodecoding.sampling import Guess, Sampler
@@ -15,7 +15,6 @@ from duodecoding.types import SamplingParams, Source
 # To pass a guess on costs as much for a faint one as for a good one. It must be this likely, or the path that it ends must be;
 # but one that has a fair chance once its path has come true is kept.
 FAINT, FAINT_PATH, FAIR = 0.005, 0.002, 0.1
-MAX_EXPANDED = 96  # live nodes with KV cells of their own; bounds the sequences a draft must keep apart
 
 
 class ModelDrafter:
@@ -24,6 +23,7 @@ class ModelDrafter:
     def __init__(self, draft: Draft, *, vocab_limit: int = 0) -> None:
         """`vocab_limit`: the target's vocabulary size, if smaller than the draft's."""
         self._draft = draft
+        self._quick = draft if isinstance(draft, QuickDraft) else None
         self._vocab_limit = vocab_limit or draft.vocabulary.size
         self._knows_more = self._vocab_limit < draft.vocabulary.size
         self.calibration = Calibration()
@@ -51,7 +51,7 @@ class ModelDrafter:
 
     def next_leaves(self) -> list[Node]:
         """What the next step would expand. Empty: nothing until a commit."""
-        room = MAX_EXPANDED - len(self._expanded)
+        room = self._draft.room - len(self._expanded)
         last = self._draft.context - 1
         return [node for node in self._growth.leaves(self._tree, room) if node.position < last] if room > 0 else []
 
@@ -59,11 +59,11 @@ class ModelDrafter:
         """One draft step. Guesses come with calibrated probabilities."""
         grown: list[Proposal] = []
         add, keys, said, calibrated, source = self._tree.add, self._keys, self._said, self.calibration, Source.MODEL
-        for node, guesses in zip(leaves, self._guesses(leaves), strict=True):
+        floors = [min(FAIR, max(FAINT, FAINT_PATH / self._tree.probability(node))) for node in leaves]
+        for node, least, guesses in zip(leaves, floors, self._guesses(leaves, floors), strict=True):
             node.expanded = True
             parent, children = node.key, node.children
             self._expanded[parent] = node
-            least = min(FAIR, max(FAINT, FAINT_PATH / self._tree.probability(node)))
             for token, p in guesses[: self._growth.branching]:
                 if p < least and children:
                     break  # they come best first
@@ -74,16 +74,27 @@ class ModelDrafter:
                 grown.append(proposal)
         return grown
 
-    def _guesses(self, leaves: Sequence[Node]) -> list[list[Guess]]:
+    def _guesses(self, leaves: Sequence[Node], _floors: Sequence[float]) -> Sequence[Sequence[tuple[int, float]]]:
+        """`_floors`: below them a leaf's guesses do not count, but for the first."""
         work = [Leaf(n.key, n.parent.key if n.parent is not None else None, n.token, n.position) for n in leaves]
+        found = self._quick_guesses(work, _floors) or self._guesses_from_logits(work, leaves)
+        if not self._knows_more:
+            return found
+        return [[guess for guess in some if guess[0] < self._vocab_limit] for some in found]
+
+    def _quick_guesses(self, work: Sequence[Leaf], floors: Sequence[float]) -> Sequence[Sequence[tuple[int, float]]]:
+        """By a draft that finds them itself. Empty: it cannot."""
+        quick, params = self._quick, self._sampler.params
+        if quick is None or not self._sampler.plain or len(work) > quick.most_leaves or params.temperature > quick.hottest:
+            return []
+        return quick.guess(work, self._growth.branching, floors, params)
+
+    def _guesses_from_logits(self, work: Sequence[Leaf], leaves: Sequence[Node]) -> list[list[Guess]]:
         root = self._tree.root if self._sampler.needs_path else None
         places = [(node.position + 1, node.path(root) if root is not None else ()) for node in leaves]
         guesses, k, ids = self._sampler.guesses, self._growth.branching, self._draft.token_ids
         rows = self._draft.expand(work)  # drives all else out of the CPU's caches: little is left to do behind it
-        found = [guesses(row, position, k, path, ids) for row, (position, path) in zip(rows, places, strict=True)]
-        if not self._knows_more:
-            return found
-        return [[guess for guess in some if guess.token < self._vocab_limit] for some in found]
+        return [guesses(row, position, k, path, ids) for row, (position, path) in zip(rows, places, strict=True)]
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Re-root at the last of `tokens`; dead branches leave the KV cache. Every guess below a committed token is now judged."""

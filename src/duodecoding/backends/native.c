@@ -1,0 +1,1071 @@
+/* A small Llama on the CPU, for drafts: a few rows of a tree at a time, in tens of microseconds.
+
+   A draft of 27 MB lies in the caches of a few cores. What a general engine spends on it is not arithmetic: it is building a graph,
+   handing out hundreds of small operations and meeting after each. Here a layer is five stretches of work with a meeting after
+   each, every thread keeps the same rows of every matrix (and so its part of the weights in its own cache), and threads spin.
+
+   Weights are bytes (Q8_0) or nibbles (Q4_0) in blocks of 32 columns with a scale each, repacked so that one vector holds four
+   columns of sixteen rows. Activations are bytes with a scale for each 32. Keys and values of committed tokens ("the trunk") are
+   bfloat16: keys by sixteen positions, values by position; those of guesses ("the tree") are float32.
+
+   Nothing here needs to be exact: a guess is a guess. One process may have several models; one model serves one caller. */
+
+#define _GNU_SOURCE
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define LANES 16          /* rows of a matrix that are computed together; positions in a block of keys */
+#define BLOCK 32          /* columns with a common scale */
+#define MOST_ROWS 256     /* tokens in a step */
+#define FEW 16            /* rows that every thread prepares for itself: that is cheaper than a meeting */
+#define STRETCH 64        /* positions that are attended to at once */
+#define SHARED 4          /* rows of tokens whose queries share what is loaded of the keys */
+#define AHEAD 4096         /* bytes of weights that are asked for before they are wanted */
+#define ARENA ((size_t)32 << 20)
+#define MOST_ARENAS 1024
+#define WIDEST_HEAD 256
+#define LIKELY 10.0f       /* below the largest logit; what lies deeper has no chance */
+#define NOTED 2048        /* likely tokens that one thread notes of a row; of more only the better ones */
+#define MOST_THREADS 256
+#define SPINS 4000        /* looks at a flag before the processor is given to somebody else */
+#define NEVER (-1e30f)
+#define HARDLY (-1e20f)   /* above NEVER: exp(NEVER - HARDLY) is 0 */
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint8_t vb __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+typedef uint16_t vw __attribute__((vector_size(64)));
+typedef float vf_any __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t vh_any __attribute__((vector_size(32), aligned(2)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Numbers */
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
+    if (rest >= 0x7c00) bits = 0x7f800000u | (rest & 0x3ff) << 13;
+    else if (rest >= 0x400) bits = (rest << 13) + 0x38000000u;
+    else {
+        float small = (float)rest * 0x1p-24f;
+        memcpy(&bits, &small, 4);
+    }
+    bits |= sign;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE uint16_t to_bf16(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE float from_bf16(uint16_t h) {
+    uint32_t bits = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE vf all(float x) { return x - (vf){0}; }
+INLINE vf load(const float *p) { return *(const vf_any *)p; }
+INLINE void store(float *p, vf v) { *(vf_any *)p = v; }
+INLINE vf load_bf16(const uint16_t *p) { return (vf)(__builtin_convertvector((vh)*(const vh_any *)p, vu) << 16); }
+INLINE vf pick(vi which, vf a, vf b) { return (vf)(((vi)a & which) | ((vi)b & ~which)); }
+INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SWAP(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#define FOLD(v, with)                                                                                                              \
+    v = with(v, SWAP(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));                                                    \
+    v = with(v, SWAP(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));                                                    \
+    v = with(v, SWAP(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));                                                    \
+    v = with(v, SWAP(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#endif
+#endif
+#ifndef FOLD
+#define FOLD(v, with)                                                                                                              \
+    for (int i = 1; i < LANES; i++) {                                                                                              \
+        vf other = all(v[i]);                                                                                                      \
+        v = with(v, other);                                                                                                        \
+    }
+#endif
+
+INLINE vf added(vf a, vf b) { return a + b; }
+
+INLINE float sum(vf v) {
+    FOLD(v, added)
+    return v[0];
+}
+
+INLINE float largest(vf v) {
+    FOLD(v, larger)
+    return v[0];
+}
+
+/* Within 2e-7 of e^x; 0 for what is too small. */
+INLINE vf exponential(vf x) {
+    vf t = larger(x * 1.44269504f, all(-126.0f));
+    t = pick(t < 126.0f, t, all(126.0f));
+    vi power = __builtin_convertvector(t + 126.5f, vi) - 126; /* to the nearest: what is converted is positive */
+    vf r = (t - __builtin_convertvector(power, vf)) * 0.69314718f;
+    vf p = r * 0.00138888889f + 0.00833333333f;
+    p = p * r + 0.0416666667f;
+    p = p * r + 0.166666667f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return pick(t > -126.0f, (vf)((vi)p + (power << 23)), all(0.0f));
+}
+
+/* Bytes times bytes. A vector of weights has four columns of sixteen rows. */
+
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#define OFFSET 128 /* weights are kept unsigned */
+INLINE vi dot_bytes(vi total, vb weights, int32_t four) {
+    return (vi)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, _mm512_set1_epi32(four));
+}
+INLINE vi dot_nibbles(vi total, vb weights, int32_t four) { return dot_bytes(total, weights, four); }
+#elif defined(__AVX2__)
+#define OFFSET 0 /* signed: with the signs on the weights' side a sum of two products stays inside 16 bits */
+typedef struct { __m256i low, high; } halves;
+INLINE vi dot_bytes(vi total, vb weights, int32_t four) {
+    halves w, t;
+    memcpy(&w, &weights, 64);
+    memcpy(&t, &total, 64);
+    const __m256i a = _mm256_set1_epi32(four), size = _mm256_abs_epi8(a), ones = _mm256_set1_epi16(1);
+    t.low = _mm256_add_epi32(t.low, _mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(w.low, a)), ones));
+    t.high = _mm256_add_epi32(t.high, _mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(w.high, a)), ones));
+    memcpy(&total, &t, 64);
+    return total;
+}
+INLINE vi dot_nibbles(vi total, vb weights, int32_t four) {
+    halves w, t;
+    memcpy(&w, &weights, 64);
+    memcpy(&t, &total, 64);
+    const __m256i a = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
+    t.low = _mm256_add_epi32(t.low, _mm256_madd_epi16(_mm256_maddubs_epi16(w.low, a), ones));
+    t.high = _mm256_add_epi32(t.high, _mm256_madd_epi16(_mm256_maddubs_epi16(w.high, a), ones));
+    memcpy(&total, &t, 64);
+    return total;
+}
+#else
+#define OFFSET 128
+INLINE vi dot_bytes(vi total, vb weights, int32_t four) {
+    int8_t a[4];
+    memcpy(a, &four, 4);
+    for (int r = 0; r < LANES; r++)
+        total[r] += weights[4 * r] * a[0] + weights[4 * r + 1] * a[1] + weights[4 * r + 2] * a[2] + weights[4 * r + 3] * a[3];
+    return total;
+}
+INLINE vi dot_nibbles(vi total, vb weights, int32_t four) { return dot_bytes(total, weights, four); }
+#endif
+
+/* Matrices */
+
+#if defined(__F16C__) && defined(__AVX512F__)
+typedef uint16_t scale_type; /* half precision, as in the file */
+INLINE vf load_scales(const scale_type *p) { return (vf)_mm512_cvtph_ps(*(const __m256i *)p); }
+INLINE scale_type to_scale(float f) { return _cvtss_sh(f, 0); }
+#else
+typedef float scale_type;
+INLINE vf load_scales(const scale_type *p) { return *(const vf *)p; }
+INLINE scale_type to_scale(float f) { return f; }
+#endif
+
+enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, BF16 = 30 }; /* as in GGUF */
+
+typedef struct {
+    int rows, columns, nibbles, units; /* a unit: LANES rows */
+    uint8_t *quants;
+    scale_type *scales; /* (units, columns / BLOCK, LANES) */
+} matrix;
+
+typedef struct {
+    uint8_t *begin[MOST_ARENAS], *next;
+    size_t left;
+    int count;
+} arena;
+
+typedef struct { /* of some rows of tokens */
+    int columns;
+    int8_t *quants;
+    float *scales;
+    int32_t *sums;
+} bytes;
+
+static size_t row_bytes(int type, int columns) {
+    switch (type) {
+    case Q8_0: return (size_t)columns / BLOCK * 34;
+    case Q4_0: return (size_t)columns / BLOCK * 18;
+    case Q4_1: return (size_t)columns / BLOCK * 20;
+    case F32: return (size_t)columns * 4;
+    default: return (size_t)columns * 2;
+    }
+}
+
+/* 32 columns of one row: their scale and, as whole numbers, the weights over it. */
+static float read_block(int type, const uint8_t *row, int block, int *out) {
+    float x[BLOCK];
+    uint16_t half;
+    if (type == Q8_0) {
+        const uint8_t *p = row + (size_t)block * 34;
+        for (int i = 0; i < BLOCK; i++) out[i] = (int8_t)p[2 + i];
+        memcpy(&half, p, 2);
+        return half_to_float(half);
+    }
+    if (type == Q4_0) {
+        const uint8_t *p = row + (size_t)block * 18;
+        for (int i = 0; i < 16; i++) out[i] = (p[2 + i] & 15) - 8, out[i + 16] = (p[2 + i] >> 4) - 8;
+        memcpy(&half, p, 2);
+        return half_to_float(half);
+    }
+    const uint8_t *quarters = row + (size_t)block * 20; /* Q4_1: scale, least, nibbles */
+    uint16_t ends[2] = {0, 0};
+    float most = 0;
+    if (type == Q4_1) memcpy(ends, quarters, 4);
+    for (int i = 0; i < BLOCK; i++) {
+        size_t at = (size_t)block * BLOCK + i;
+        if (type == F32) memcpy(&x[i], row + 4 * at, 4);
+        else if (type == Q4_1) x[i] = half_to_float(ends[0]) * (quarters[4 + i % 16] >> (i < 16 ? 0 : 4) & 15) + half_to_float(ends[1]);
+        else memcpy(&half, row + 2 * at, 2), x[i] = type == F16 ? half_to_float(half) : from_bf16(half);
+        most = fmaxf(most, fabsf(x[i]));
+    }
+    float scale = most / 127;
+    for (int i = 0; i < BLOCK; i++) out[i] = scale > 0 ? (int)lrintf(x[i] / scale) : 0;
+    return scale;
+}
+
+static void *room(size_t size) {
+    void *p = NULL;
+    if (posix_memalign(&p, 64, (size + 63) / 64 * 64)) return NULL;
+    memset(p, 0, size);
+    return p;
+}
+
+/* Room for weights, next to one another in large pages: fewer of them to look up, and what is asked for early may cross their ends. */
+static void *weights_room(arena *a, size_t size) {
+    size = (size + 63) / 64 * 64;
+    if (a->left < size) {
+        const size_t whole = (size > ARENA ? size : ARENA) + AHEAD, page = (size_t)2 << 20;
+        void *p = NULL;
+        if (a->count == MOST_ARENAS || posix_memalign(&p, page, (whole + page - 1) / page * page)) return NULL;
+#if defined(MADV_HUGEPAGE)
+        madvise(p, (whole + page - 1) / page * page, MADV_HUGEPAGE);
+#endif
+        a->begin[a->count++] = p;
+        a->next = p;
+        a->left = whole - AHEAD;
+    }
+    void *found = a->next;
+    a->next += size, a->left -= size;
+    memset(found, 0, size);
+    return found;
+}
+
+static int pack(arena *a, matrix *m, int type, const uint8_t *data, int rows, int columns) {
+    int blocks = columns / BLOCK, units = (rows + LANES - 1) / LANES, nibbles = type == Q4_0;
+    size_t size = (size_t)LANES * BLOCK / (nibbles ? 2 : 1), line = row_bytes(type, columns);
+    *m = (matrix){rows, columns, nibbles, units, NULL, NULL};
+    m->quants = weights_room(a, size * blocks * units);
+    m->scales = weights_room(a, sizeof(scale_type) * LANES * blocks * units);
+    if (!m->quants || !m->scales) return 0;
+    for (int row = 0; row < rows; row++)
+        for (int b = 0; b < blocks; b++) {
+            int w[BLOCK], lane = row % LANES;
+            size_t place = (size_t)(row / LANES) * blocks + b;
+            uint8_t *to = m->quants + size * place;
+            m->scales[place * LANES + lane] = to_scale(read_block(type, data + line * row, b, w));
+            for (int i = 0; i < BLOCK; i++) {
+                int four = i / 4, at = lane * 4 + i % 4;
+                if (!nibbles) to[four * 64 + at] = (uint8_t)(w[i] + OFFSET);
+                else to[four % 4 * 64 + at] |= (uint8_t)((w[i] + 8) << (four < 4 ? 0 : 4));
+            }
+        }
+    return 1;
+}
+
+/* One unit of a matrix times `count` rows of tokens from `first` on. */
+INLINE void product_of(const matrix *m, int unit, const bytes *a, int first, const int count, const int nibbles, vf *out) {
+    const int blocks = m->columns / BLOCK;
+    const uint8_t *w = m->quants + (size_t)unit * blocks * LANES * BLOCK / (nibbles ? 2 : 1);
+    const scale_type *scales = m->scales + (size_t)unit * blocks * LANES;
+    const int8_t *q = a->quants + (size_t)first * a->columns;
+    const float *s = a->scales + (size_t)first * blocks;
+    const int32_t *sums = a->sums + (size_t)first * blocks;
+    vf total[8];
+    for (int i = 0; i < count; i++) total[i] = all(0);
+    for (int b = 0; b < blocks; b++) {
+        vi part[8];
+        for (int i = 0; i < count; i++) part[i] = (nibbles ? -8 : -OFFSET) * sums[i * blocks + b] - (vi){0};
+        if (nibbles) {
+            for (int j = 0; j < 4; j++, w += 64) {
+                const vb both = *(const vb *)w;
+                __builtin_prefetch(w + AHEAD);
+                const vb low = both & 15, high = (vb)((vw)both >> 4) & 15;
+                for (int i = 0; i < count; i++) {
+                    int32_t four[2];
+                    memcpy(&four[0], q + (size_t)i * a->columns + b * BLOCK + 4 * j, 4);
+                    memcpy(&four[1], q + (size_t)i * a->columns + b * BLOCK + 4 * j + 16, 4);
+                    part[i] = dot_nibbles(dot_nibbles(part[i], low, four[0]), high, four[1]);
+                }
+            }
+        } else {
+            for (int j = 0; j < 8; j++, w += 64) {
+                const vb four_columns = *(const vb *)w;
+                __builtin_prefetch(w + AHEAD);
+                for (int i = 0; i < count; i++) {
+                    int32_t four;
+                    memcpy(&four, q + (size_t)i * a->columns + b * BLOCK + 4 * j, 4);
+                    part[i] = dot_bytes(part[i], four_columns, four);
+                }
+            }
+        }
+        const vf scale = load_scales(scales + (size_t)b * LANES);
+        for (int i = 0; i < count; i++) total[i] += __builtin_convertvector(part[i], vf) * (scale * s[i * blocks + b]);
+    }
+    for (int i = 0; i < count; i++) out[i] = total[i];
+}
+
+#define CASE(n) case n: m->nibbles ? product_of(m, unit, a, first, n, 1, out) : product_of(m, unit, a, first, n, 0, out); break;
+static void product(const matrix *m, int unit, const bytes *a, int first, int count, vf *out) {
+    switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+}
+
+/* The model */
+
+typedef struct {
+    matrix qkv, out, gate, up, down;
+    float *attention_norm, *feed_norm;
+    uint16_t *keys, *values;  /* the trunk: (heads, positions / LANES, head, LANES), (heads, positions, head) */
+    float *tree_keys, *tree_values; /* (heads, nodes, head) */
+} layer;
+
+typedef struct { /* one step's work */
+    int rows, outputs, begin, stretches;
+    const int32_t *tokens, *positions, *places, *ends, *starts, *ancestors;
+    float *logits;
+} work;
+
+typedef struct { /* what one thread found in its part of a row of logits */
+    float most;
+    int count;
+    int32_t ids[NOTED];
+    float logits[NOTED];
+} notes;
+
+typedef struct duo_model {
+    int width, heads, kv_heads, head, feed, layers, vocabulary, context, nodes, threads;
+    float epsilon;
+    arena arena;
+    layer *layer;
+    matrix head_matrix;
+    float *last_norm;
+    const uint8_t *embeddings;
+    int embeddings_type;
+    float *cosines, *sines; /* (positions, head / 2) */
+    float *x, *queries, *attended, *parts;
+    bytes shared, hidden, own[MOST_THREADS];
+    notes *notes[MOST_THREADS]; /* of FEW rows */
+    size_t parts_room;
+    work work;
+    const volatile char *flag;
+    int stopped;
+    pthread_t thread[MOST_THREADS];
+    _Atomic unsigned generation;
+    _Atomic int sleepers, leaving;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    int spin_microseconds;
+    struct { _Alignas(64) _Atomic unsigned flag[8]; unsigned meetings; } seat[MOST_THREADS];
+} duo_model;
+
+typedef struct { duo_model *model; int number; } worker;
+
+INLINE void rest(int *spins) {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+    if (++*spins >= SPINS) sched_yield();
+}
+
+/* Everybody waits for everybody: in round r each tells the one 2^r seats further on. */
+static void meet(duo_model *m, int me) {
+    unsigned now = ++m->seat[me].meetings;
+    for (int round = 0, step = 1; step < m->threads; round++, step *= 2) {
+        int spins = 0;
+        atomic_store_explicit(&m->seat[(me + step) % m->threads].flag[round], now, memory_order_release);
+        while ((int)(atomic_load_explicit(&m->seat[me].flag[round], memory_order_acquire) - now) < 0) rest(&spins);
+    }
+}
+
+INLINE void share(const duo_model *m, int me, int count, int *from, int *to) {
+    *from = (int)((int64_t)count * me / m->threads);
+    *to = (int)((int64_t)count * (me + 1) / m->threads);
+}
+
+/* 32 numbers as bytes. */
+INLINE void to_bytes(const float *x, int8_t *q, float *scale, int32_t *total) {
+    vf a = load(x), b = load(x + LANES);
+    vf size = larger(larger(a, -a), larger(b, -b));
+    float most = largest(size), inverse = most > 0 ? 127 / most : 0;
+    int32_t added = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        float t = x[i] * inverse;
+        int8_t byte = (int8_t)(int)(t + (t < 0 ? -0.5f : 0.5f));
+        q[i] = byte;
+        added += byte;
+    }
+    *scale = most / 127;
+    *total = added;
+}
+
+static void row_to_bytes(const float *x, const float *norm, float epsilon, const bytes *to, int row) {
+    int columns = to->columns, blocks = columns / BLOCK;
+    float scale = 1;
+    if (norm) {
+        vf squares = all(0);
+        for (int i = 0; i < columns; i += LANES) squares += load(x + i) * load(x + i);
+        scale = 1 / sqrtf(sum(squares) / columns + epsilon);
+    }
+    for (int b = 0; b < blocks; b++) {
+        float part[BLOCK];
+        for (int i = 0; i < BLOCK; i++) part[i] = norm ? x[b * BLOCK + i] * scale * norm[b * BLOCK + i] : x[b * BLOCK + i];
+        to_bytes(part, to->quants + (size_t)row * columns + b * BLOCK, to->scales + (size_t)row * blocks + b,
+                 to->sums + (size_t)row * blocks + b);
+    }
+}
+
+/* Rows `from` to `to` of `x`, normed (`norm` may be none) and as bytes: by everybody for himself, or by all together. */
+static const bytes *prepare(duo_model *m, int me, const float *x, int columns, const float *norm, int from, int to) {
+    bytes *a = to - from <= FEW ? &m->own[me] : &m->shared;
+    int low = 0, high = to - from;
+    if (a == &m->shared) share(m, me, to - from, &low, &high);
+    a->columns = columns; /* the same number from everybody */
+    for (int i = low; i < high; i++) row_to_bytes(x + (size_t)(from + i) * columns, norm, m->epsilon, a, i);
+    if (a == &m->shared) meet(m, me);
+    return a;
+}
+
+static void embed(duo_model *m, int me) {
+    int from, to, weights[BLOCK];
+    share(m, me, m->work.rows, &from, &to);
+    size_t line = row_bytes(m->embeddings_type, m->width);
+    for (int row = from; row < to; row++) {
+        const uint8_t *source = m->embeddings + line * (size_t)m->work.tokens[row];
+        for (int b = 0; b < m->width / BLOCK; b++) {
+            float scale = read_block(m->embeddings_type, source, b, weights);
+            for (int i = 0; i < BLOCK; i++) m->x[(size_t)row * m->width + b * BLOCK + i] = scale * weights[i];
+        }
+    }
+}
+
+/* Sixteen numbers of a row's queries, keys and values, to where they belong. */
+INLINE void put(duo_model *m, layer *l, int row, int at, vf v) {
+    const int queries = m->heads * m->head, kv = m->kv_heads * m->head, position = m->work.positions[row];
+    if (at < queries + kv) { /* neighbours turn together */
+        const int inside = (at < queries ? at : at - queries) % m->head / 2;
+        const float *c = m->cosines + (size_t)position * m->head / 2 + inside, *s = m->sines + (size_t)position * m->head / 2 + inside;
+        vf turned;
+        for (int i = 0; i < LANES; i += 2) {
+            turned[i] = v[i] * c[i / 2] - v[i + 1] * s[i / 2];
+            turned[i + 1] = v[i] * s[i / 2] + v[i + 1] * c[i / 2];
+        }
+        v = turned;
+    }
+    if (at < queries) {
+        store(m->queries + (size_t)row * queries + at, v / sqrtf((float)m->head));
+        return;
+    }
+    const int is_key = at < queries + kv, from = at - queries - (is_key ? 0 : kv), h = from / m->head, d = from % m->head;
+    const int place = m->work.places[row];
+    if (place >= m->context) {
+        float *tree = is_key ? l->tree_keys : l->tree_values;
+        store(tree + ((size_t)h * m->nodes + place - m->context) * m->head + d, v);
+    } else if (is_key) {
+        uint16_t *to = l->keys + ((size_t)h * m->context + place / LANES * LANES) * m->head + (size_t)d * LANES + place % LANES;
+        for (int i = 0; i < LANES; i++) to[i * LANES] = to_bf16(v[i]);
+    } else {
+        uint16_t *to = l->values + ((size_t)h * m->context + place) * m->head + d;
+        for (int i = 0; i < LANES; i++) to[i] = to_bf16(v[i]);
+    }
+}
+
+static void project(duo_model *m, layer *l, int me) {
+    const bytes *a = prepare(m, me, m->x, m->width, l->attention_norm, 0, m->work.rows);
+    int from, to;
+    share(m, me, l->qkv.units, &from, &to);
+    for (int unit = from; unit < to; unit++)
+        for (int row = 0; row < m->work.rows; row += 8) {
+            vf out[8];
+            int count = m->work.rows - row < 8 ? m->work.rows - row : 8;
+            product(&l->qkv, unit, a, row, count, out);
+            for (int i = 0; i < count; i++) put(m, l, row + i, unit * LANES, out[i]);
+        }
+}
+
+/* Adds `count` values (of `vectors` vectors each) to the results of up to four queries, each with its own weights. */
+INLINE void weigh(float (*weights)[STRETCH], const uint16_t *values, int head, int count, int queries, const int vectors,
+                  const float *fade, float *const *results, int at) {
+    const float *w[4];
+    vf total[4][4];
+    for (int i = 0; i < 4; i++) {
+        w[i] = weights[i < queries ? i : 0];
+        for (int v = 0; v < vectors; v++) total[i][v] = load(results[i < queries ? i : 0] + at + v * LANES) * fade[i < queries ? i : 0];
+    }
+    for (int p = 0; p < count; p++, values += head)
+        for (int v = 0; v < vectors; v++) {
+            const vf value = load_bf16(values + v * LANES);
+            for (int i = 0; i < 4; i++) total[i][v] += w[i][p] * value;
+        }
+    for (int i = 0; i < queries; i++)
+        for (int v = 0; v < vectors; v++) store(results[i] + at + v * LANES, total[i][v]);
+}
+
+/* Queries of `rows` rows and one key head over the trunk's positions `low` to `high`. A part: maximum, sum, weighted values. */
+INLINE void attend_with(duo_model *m, layer *l, int kv, int first, int rows, int low, int high, int part, const int head) {
+    const int group = m->heads / m->kv_heads, count = rows * group;
+    const uint16_t *keys = l->keys + (size_t)kv * m->context * head, *values = l->values + (size_t)kv * m->context * head;
+    const float *query[SHARED * 8];
+    float *result[SHARED * 8];
+    int end[SHARED * 8];
+    _Alignas(64) float score[SHARED * 8][STRETCH];
+    for (int i = 0; i < count; i++) {
+        int row = first + i / group, h = kv * group + i % group;
+        query[i] = m->queries + ((size_t)row * m->heads + h) * head;
+        result[i] = m->parts + (((size_t)row * m->heads + h) * m->work.stretches + part) * (2 + head);
+        result[i][0] = HARDLY;
+        for (int d = 1; d < 2 + head; d++) result[i][d] = 0;
+        end[i] = m->work.ends[row];
+    }
+    for (int start = low; start < high; start += STRETCH) {
+        const int stop = high < start + STRETCH ? high : start + STRETCH, blocks = (stop - start + LANES - 1) / LANES;
+        for (int b = 0; b < blocks; b++) {
+            const uint16_t *block = keys + (size_t)(start + b * LANES) * head;
+            vi place;
+            for (int i = 0; i < LANES; i++) place[i] = start + b * LANES + i;
+            for (int i = 0; i < count; i += 4) {
+                const int some = count - i < 4 ? count - i : 4;
+                const float *q0 = query[i], *q1 = query[i + (some > 1)], *q2 = query[i + (some > 2 ? 2 : 0)],
+                            *q3 = query[i + (some > 3 ? 3 : 0)];
+                vf s[4] = {all(0), all(0), all(0), all(0)};
+                for (int d = 0; d < head; d++) {
+                    const vf k = load_bf16(block + d * LANES);
+                    s[0] += q0[d] * k, s[1] += q1[d] * k, s[2] += q2[d] * k, s[3] += q3[d] * k;
+                }
+                for (int j = 0; j < some; j++) {
+                    const vi seen = (place >= m->work.begin) & (place < end[i + j]);
+                    *(vf *)(score[i + j] + b * LANES) = pick(seen, s[j], all(NEVER));
+                }
+            }
+        }
+        float fade[SHARED * 8];
+        for (int i = 0; i < count; i++) {
+            vf most = *(vf *)score[i], total = all(0);
+            for (int b = 1; b < blocks; b++) most = larger(most, *(vf *)(score[i] + b * LANES));
+            const float before = result[i][0], now = fmaxf(before, largest(most));
+            fade[i] = start > low ? expf(before - now) : 0;
+            for (int b = 0; b < blocks; b++) {
+                vf weight = exponential(*(vf *)(score[i] + b * LANES) - now);
+                *(vf *)(score[i] + b * LANES) = weight;
+                total += weight;
+            }
+            result[i][0] = now;
+            result[i][1] = result[i][1] * fade[i] + sum(total);
+        }
+        for (int i = 0; i < count; i += 4)
+            for (int d = 0; d < head; d += 4 * LANES) {
+                const int some = count - i < 4 ? count - i : 4, left = head - d < 4 * LANES ? head - d : 4 * LANES;
+                if (left == 4 * LANES)
+                    weigh(score + i, values + (size_t)start * head + d, head, stop - start, some, 4, fade + i, result + i, 2 + d);
+                else
+                    for (int v = 0; v < left; v += LANES)
+                        weigh(score + i, values + (size_t)start * head + d + v, head, stop - start, some, 1, fade + i, result + i, 2 + d + v);
+            }
+    }
+}
+
+static void attend(duo_model *m, layer *l, int kv, int first, int rows, int low, int high, int part) {
+    if (m->head == 64) attend_with(m, l, kv, first, rows, low, high, part, 64);
+    else if (m->head == 128) attend_with(m, l, kv, first, rows, low, high, part, 128);
+    else attend_with(m, l, kv, first, rows, low, high, part, m->head);
+}
+
+/* The trunk: few rows in stretches of it, many rows as a whole. */
+static void attend_trunk(duo_model *m, layer *l, int me, int first) {
+    const int rows = m->work.rows - first, groups = (rows + SHARED - 1) / SHARED, low = m->work.begin / LANES * LANES;
+    int from, to;
+    share(m, me, groups * m->kv_heads * m->work.stretches, &from, &to);
+    for (int task = from; task < to; task++) {
+        int part = task % m->work.stretches, rest = task / m->work.stretches, kv = rest % m->kv_heads;
+        int row = first + rest / m->kv_heads * SHARED, count = m->work.rows - row < SHARED ? m->work.rows - row : SHARED;
+        int start = low + part * STRETCH, stop = m->work.ends[row + count - 1];
+        for (int i = 0; i < count; i++) stop = m->work.ends[row + i] > stop ? m->work.ends[row + i] : stop;
+        if (m->work.stretches > 1 && stop > start + STRETCH) stop = start + STRETCH;
+        attend(m, l, kv, row, count, start, stop, part);
+    }
+}
+
+/* The parts of a row and head together, and what lies in the tree: the row itself and its ancestors. */
+static void combine(duo_model *m, layer *l, int row, int h) {
+    const int head = m->head, kv = h / (m->heads / m->kv_heads), stretches = m->work.stretches;
+    const float *q = m->queries + ((size_t)row * m->heads + h) * head;
+    const float *parts = m->parts + ((size_t)row * m->heads + h) * stretches * (2 + head);
+    float *to = m->attended + ((size_t)row * m->heads + h) * head;
+    const int from = m->work.starts[row], count = m->work.starts[row + 1] - from;
+    const int32_t *nodes = m->work.ancestors + from;
+    float score[1024], most = HARDLY, total = 0;
+    for (int i = 0; i < count; i++) {
+        const float *k = l->tree_keys + ((size_t)kv * m->nodes + nodes[i]) * head;
+        vf s = all(0);
+        for (int d = 0; d < head; d += LANES) s += load(q + d) * load(k + d);
+        score[i] = sum(s);
+        most = fmaxf(most, score[i]);
+    }
+    for (int p = 0; p < stretches; p++) most = fmaxf(most, parts[(size_t)p * (2 + head)]);
+    vf t[WIDEST_HEAD / LANES];
+    for (int v = 0; v < head / LANES; v++) t[v] = all(0);
+    for (int p = 0; p < stretches; p++) {
+        const float *part = parts + (size_t)p * (2 + head), weight = expf(part[0] - most);
+        total += weight * part[1];
+        for (int v = 0; v < head / LANES; v++) t[v] += weight * load(part + 2 + v * LANES);
+    }
+    for (int i = 0; i < count; i++) {
+        const float *value = l->tree_values + ((size_t)kv * m->nodes + nodes[i]) * head, weight = expf(score[i] - most);
+        total += weight;
+        for (int v = 0; v < head / LANES; v++) t[v] += weight * load(value + v * LANES);
+    }
+    for (int v = 0; v < head / LANES; v++) store(to + v * LANES, t[v] / total);
+}
+
+/* x += matrix * a, for rows from `first` on. */
+static void add_product(duo_model *m, const matrix *w, const bytes *a, int me, int first) {
+    int from, to;
+    share(m, me, w->units, &from, &to);
+    for (int unit = from; unit < to; unit++)
+        for (int row = first; row < m->work.rows; row += 8) {
+            vf out[8];
+            int count = m->work.rows - row < 8 ? m->work.rows - row : 8;
+            product(w, unit, a, row - first, count, out);
+            for (int i = 0; i < count; i++) {
+                float *x = m->x + (size_t)(row + i) * m->width + unit * LANES;
+                store(x, load(x) + out[i]);
+            }
+        }
+}
+
+static void feed(duo_model *m, layer *l, int me, int first) {
+    const bytes *a = prepare(m, me, m->x, m->width, l->feed_norm, first, m->work.rows);
+    const int blocks = m->feed / BLOCK;
+    int from, to;
+    m->hidden.columns = m->feed;
+    share(m, me, blocks, &from, &to);
+    for (int block = from; block < to; block++)
+        for (int row = first; row < m->work.rows; row += 8) {
+            vf gate[2][8], up[2][8];
+            int count = m->work.rows - row < 8 ? m->work.rows - row : 8;
+            for (int j = 0; j < 2; j++) {
+                product(&l->gate, 2 * block + j, a, row - first, count, gate[j]);
+                product(&l->up, 2 * block + j, a, row - first, count, up[j]);
+            }
+            for (int i = 0; i < count; i++) {
+                _Alignas(64) float h[BLOCK];
+                for (int j = 0; j < 2; j++) *(vf *)(h + j * LANES) = gate[j][i] / (1 + exponential(-gate[j][i])) * up[j][i];
+                size_t at = (size_t)(row - first + i) * blocks + block;
+                to_bytes(h, m->hidden.quants + at * BLOCK, m->hidden.scales + at, m->hidden.sums + at);
+            }
+        }
+}
+
+/* The logits of the outputs, and for few of them each thread's largest. */
+static void say(duo_model *m, int me) {
+    const int first = m->work.rows - m->work.outputs, noting = m->work.outputs <= FEW;
+    const bytes *a = prepare(m, me, m->x, m->width, m->last_norm, first, m->work.rows);
+    vf most[FEW];
+    int from, to;
+    for (int i = 0; i < FEW; i++) most[i] = all(NEVER);
+    share(m, me, m->head_matrix.units, &from, &to);
+    for (int unit = from; unit < to; unit++)
+        for (int row = 0; row < m->work.outputs; row += 8) {
+            vf out[8];
+            int count = m->work.outputs - row < 8 ? m->work.outputs - row : 8, left = m->vocabulary - unit * LANES;
+            product(&m->head_matrix, unit, a, row, count, out);
+            for (int i = 0; i < count; i++) {
+                float *at = m->work.logits + (size_t)(row + i) * m->vocabulary + unit * LANES;
+                if (left >= LANES) store(at, out[i]);
+                else memcpy(at, &out[i], sizeof(float) * left);
+                if (noting && left >= LANES) most[row + i] = larger(most[row + i], out[i]);
+            }
+        }
+    for (int row = 0; row < m->work.outputs && noting; row++) m->notes[me][row].most = largest(most[row]);
+}
+
+/* Forget the less likely of what was noted, so that there is room again. Returns the new bound. */
+static float thin_out(notes *found, float bound) {
+    while (found->count == NOTED) {
+        int kept = 0;
+        bound += 1;
+        for (int i = 0; i < found->count; i++)
+            if (found->logits[i] > bound) found->ids[kept] = found->ids[i], found->logits[kept++] = found->logits[i];
+        found->count = kept;
+    }
+    return bound;
+}
+
+/* Each thread's likely tokens, by id. */
+static void note(duo_model *m, int me) {
+    int from, to;
+    share(m, me, m->head_matrix.units, &from, &to);
+    for (int row = 0; row < m->work.outputs; row++) {
+        notes *found = &m->notes[me][row];
+        const float *logits = m->work.logits + (size_t)row * m->vocabulary;
+        float bound = NEVER;
+        for (int i = 0; i < m->threads; i++) bound = fmaxf(bound, m->notes[i][row].most);
+        bound -= LIKELY;
+        found->count = 0;
+        for (int unit = from; unit < to; unit++) {
+            const int left = m->vocabulary - unit * LANES;
+            if (left >= LANES && largest(load(logits + unit * LANES)) <= bound) continue;
+            for (int id = unit * LANES; id < unit * LANES + (left < LANES ? left : LANES); id++)
+                if (logits[id] > bound) {
+                    bound = thin_out(found, bound);
+                    found->ids[found->count] = id, found->logits[found->count++] = logits[id];
+                }
+        }
+    }
+}
+
+static void run(duo_model *m, int me) {
+    const work *w = &m->work;
+    embed(m, me);
+    meet(m, me);
+    for (int i = 0; i < m->layers; i++) {
+        layer *l = &m->layer[i];
+        const int first = i == m->layers - 1 ? w->rows - w->outputs : 0; /* of the last layer only the outputs matter, and its keys */
+        if (me == 0) m->stopped |= m->flag && *m->flag;
+        project(m, l, me);
+        meet(m, me);
+        if (m->stopped || first == w->rows) return;
+        attend_trunk(m, l, me, first);
+        meet(m, me);
+        int from, to;
+        share(m, me, (w->rows - first) * m->heads, &from, &to);
+        for (int j = from; j < to; j++) combine(m, l, first + j / m->heads, j % m->heads);
+        meet(m, me);
+        add_product(m, &l->out, prepare(m, me, m->attended, m->heads * m->head, NULL, first, w->rows), me, first);
+        meet(m, me);
+        feed(m, l, me, first);
+        meet(m, me);
+        add_product(m, &l->down, &m->hidden, me, first);
+        meet(m, me);
+    }
+    say(m, me);
+    if (w->outputs > FEW) return;
+    meet(m, me);
+    note(m, me);
+}
+
+/* Threads */
+
+static double microseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return 1e6 * t.tv_sec + 1e-3 * t.tv_nsec;
+}
+
+static void wait_for_work(duo_model *m, unsigned done) {
+    int spins = 0;
+    double began = microseconds();
+    while (atomic_load_explicit(&m->generation, memory_order_acquire) == done) {
+        rest(&spins);
+        if (spins % 64 || microseconds() - began < m->spin_microseconds) continue;
+        pthread_mutex_lock(&m->lock);
+        atomic_fetch_add(&m->sleepers, 1);
+        while (atomic_load(&m->generation) == done) pthread_cond_wait(&m->wake, &m->lock);
+        atomic_fetch_sub(&m->sleepers, 1);
+        pthread_mutex_unlock(&m->lock);
+    }
+}
+
+static void *serve(void *argument) {
+    worker self = *(worker *)argument;
+    free(argument);
+    for (unsigned done = 0;; done++) {
+        wait_for_work(self.model, done);
+        if (atomic_load(&self.model->leaving)) return NULL;
+        run(self.model, self.number);
+        meet(self.model, self.number);
+    }
+}
+
+static void begin_work(duo_model *m) {
+    atomic_fetch_add(&m->generation, 1);
+    if (atomic_load(&m->sleepers)) {
+        pthread_mutex_lock(&m->lock);
+        pthread_cond_broadcast(&m->wake);
+        pthread_mutex_unlock(&m->lock);
+    }
+}
+
+/* What Python calls */
+
+static int make_bytes(bytes *b, int rows, int columns) {
+    *b = (bytes){columns, room((size_t)rows * columns), room(sizeof(float) * rows * (columns / BLOCK)), room(4 * (size_t)rows * (columns / BLOCK))};
+    return b->quants && b->scales && b->sums;
+}
+
+static void free_bytes(bytes *b) { free(b->quants), free(b->scales), free(b->sums); }
+
+void duo_free(duo_model *m) {
+    if (!m) return;
+    atomic_store(&m->leaving, 1);
+    begin_work(m);
+    for (int i = 1; i < m->threads; i++) pthread_join(m->thread[i], NULL);
+    for (int i = 0; i < m->layers && m->layer; i++) {
+        layer *l = &m->layer[i];
+        free(l->attention_norm), free(l->feed_norm), free(l->keys), free(l->values), free(l->tree_keys), free(l->tree_values);
+    }
+    for (int i = 0; i < m->arena.count; i++) free(m->arena.begin[i]);
+    free(m->layer), free(m->last_norm);
+    free(m->cosines), free(m->sines), free(m->x), free(m->queries), free(m->attended), free(m->parts);
+    free_bytes(&m->shared), free_bytes(&m->hidden);
+    for (int i = 0; i < MOST_THREADS; i++) free_bytes(&m->own[i]), free(m->notes[i]);
+    pthread_mutex_destroy(&m->lock), pthread_cond_destroy(&m->wake);
+    free(m);
+}
+
+/* `shape`: width, heads, kv_heads, head, feed, layers, vocabulary, context (a multiple of 16), nodes of a tree. `frequencies`: of
+   the positions' rotation, (head / 2). NULL: no memory. */
+duo_model *duo_new(const int32_t *shape, float epsilon, const float *frequencies) {
+    duo_model *m = room(sizeof(duo_model));
+    if (!m) return NULL;
+    m->width = shape[0], m->heads = shape[1], m->kv_heads = shape[2], m->head = shape[3], m->feed = shape[4];
+    m->layers = shape[5], m->vocabulary = shape[6], m->context = shape[7], m->nodes = shape[8];
+    m->epsilon = epsilon, m->threads = 1;
+    pthread_mutex_init(&m->lock, NULL), pthread_cond_init(&m->wake, NULL);
+    const size_t rows = MOST_ROWS, attention = (size_t)m->heads * m->head, kv = (size_t)m->kv_heads * m->head;
+    const int widest = m->width > (int)attention ? m->width : (int)attention;
+    int fine = (m->layer = room(sizeof(layer) * m->layers)) != NULL;
+    for (int i = 0; fine && i < m->layers; i++) {
+        layer *l = &m->layer[i];
+        fine = (l->keys = room(2 * kv * m->context)) && (l->values = room(2 * kv * m->context)) &&
+               (l->tree_keys = room(4 * kv * m->nodes)) && (l->tree_values = room(4 * kv * m->nodes));
+    }
+    fine = fine && (m->cosines = room(2 * (size_t)m->context * m->head)) && (m->sines = room(2 * (size_t)m->context * m->head)) &&
+           (m->x = room(4 * rows * m->width)) && (m->queries = room(4 * rows * attention)) &&
+           (m->attended = room(4 * rows * attention)) && make_bytes(&m->shared, MOST_ROWS, widest) &&
+           make_bytes(&m->hidden, MOST_ROWS, m->feed) && make_bytes(&m->own[0], FEW, widest) &&
+           (m->notes[0] = room(sizeof(notes) * FEW));
+    if (!fine) {
+        duo_free(m);
+        return NULL;
+    }
+    for (int p = 0; p < m->context; p++)
+        for (int i = 0; i < m->head / 2; i++) {
+            const double angle = (double)p * frequencies[i];
+            m->cosines[(size_t)p * m->head / 2 + i] = (float)cos(angle);
+            m->sines[(size_t)p * m->head / 2 + i] = (float)sin(angle);
+        }
+    return m;
+}
+
+static int copy_floats(float **to, const float *from, int count) {
+    *to = room(sizeof(float) * count);
+    if (*to) memcpy(*to, from, sizeof(float) * count);
+    return *to != NULL;
+}
+
+/* Norms of a layer, or with layer -1 the last one (twice). 0: no memory. */
+int duo_norms(duo_model *m, int layer, const float *attention, const float *feed) {
+    if (layer < 0) return copy_floats(&m->last_norm, attention, m->width);
+    return copy_floats(&m->layer[layer].attention_norm, attention, m->width) &&
+           copy_floats(&m->layer[layer].feed_norm, feed, m->width);
+}
+
+/* Matrix `which` of a layer (0 qkv, 1 out, 2 gate, 3 up, 4 down), or with layer -1 the head. 0: no memory. */
+int duo_matrix(duo_model *m, int layer, int which, int type, const uint8_t *data, int rows, int columns) {
+    matrix *all[] = {&m->layer[layer < 0 ? 0 : layer].qkv, &m->layer[layer < 0 ? 0 : layer].out, &m->layer[layer < 0 ? 0 : layer].gate,
+                     &m->layer[layer < 0 ? 0 : layer].up, &m->layer[layer < 0 ? 0 : layer].down};
+    return pack(&m->arena, layer < 0 ? &m->head_matrix : all[which], type, data, rows, columns);
+}
+
+/* The embeddings stay where they are: `data` must live as long as the model. */
+void duo_embeddings(duo_model *m, int type, const uint8_t *data) { m->embeddings = data, m->embeddings_type = type; }
+
+/* Threads that wait for work, `spin_microseconds` awake and then asleep. Returns how many there are. */
+int duo_start(duo_model *m, int threads, int spin_microseconds) {
+    const int attention = m->heads * m->head, widest = m->width > attention ? m->width : attention;
+    threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+    m->spin_microseconds = spin_microseconds;
+    int fine = 1, wanted = threads;
+    for (int i = 1; i < threads && fine; i++) fine = make_bytes(&m->own[i], FEW, widest) && (m->notes[i] = room(sizeof(notes) * FEW));
+    if (!fine) return 0;
+    m->threads = wanted; /* before anybody looks */
+    for (int i = 1; i < wanted; i++) {
+        worker *self = malloc(sizeof(worker));
+        if (self) *self = (worker){m, i};
+        if (!self || pthread_create(&m->thread[i], NULL, serve, self)) {
+            free(self);
+            atomic_store(&m->leaving, 1);
+            begin_work(m);
+            for (int j = 1; j < i; j++) pthread_join(m->thread[j], NULL);
+            m->threads = 1;
+            return 0;
+        }
+    }
+    return m->threads;
+}
+
+/* While the first byte of `flag` is not 0 a step ends early. */
+void duo_stop_on(duo_model *m, const char *flag) { m->flag = flag; }
+
+/* A step over `rows` tokens. `places`: where a row's key goes: its position in the trunk, or context + node. A row sees the trunk
+   from `begin` to its end, and the nodes ancestors[starts[row]] to ancestors[starts[row + 1]], itself among them if it is in the
+   tree. Logits (outputs, vocabulary) of the last rows. 0: done, 1: broken off, 2: no memory. */
+int duo_step(duo_model *m, int rows, int outputs, int begin, const int32_t *tokens, const int32_t *positions, const int32_t *places,
+             const int32_t *ends, const int32_t *starts, const int32_t *ancestors, float *logits) {
+    int last = 0;
+    for (int i = 0; i < rows; i++) last = ends[i] > last ? ends[i] : last;
+    const int low = begin / LANES * LANES, stretches = rows > FEW || last <= low ? 1 : (last - low + STRETCH - 1) / STRETCH;
+    const size_t needed = (size_t)rows * m->heads * stretches * (2 + m->head);
+    if (needed > m->parts_room) {
+        free(m->parts);
+        m->parts = room(sizeof(float) * needed);
+        m->parts_room = m->parts ? needed : 0;
+        if (!m->parts) return 2;
+    }
+    m->work = (work){rows, outputs, begin, stretches, tokens, positions, places, ends, starts, ancestors, logits};
+    m->stopped = 0;
+    begin_work(m);
+    run(m, 0);
+    meet(m, 0);
+    return m->stopped;
+}
+
+/* Make `count` nodes of the tree part of the trunk, at positions from `position` on. */
+void duo_keep(duo_model *m, int count, const int32_t *nodes, int position) {
+    for (int i = 0; i < m->layers; i++)
+        for (int h = 0; h < m->kv_heads; h++)
+            for (int n = 0; n < count; n++) {
+                layer *l = &m->layer[i];
+                const int at = position + n;
+                const float *k = l->tree_keys + ((size_t)h * m->nodes + nodes[n]) * m->head;
+                const float *v = l->tree_values + ((size_t)h * m->nodes + nodes[n]) * m->head;
+                uint16_t *keys = l->keys + ((size_t)h * m->context + at / LANES * LANES) * m->head + at % LANES;
+                uint16_t *values = l->values + ((size_t)h * m->context + at) * m->head;
+                for (int d = 0; d < m->head; d++) keys[(size_t)d * LANES] = to_bf16(k[d]), values[d] = to_bf16(v[d]);
+            }
+}
+
+typedef struct {
+    float temperature, top_p, min_p;
+    int32_t top_k; /* 0: no limit */
+    uint64_t seed;
+} sampling;
+
+typedef struct {
+    int32_t id;
+    float score;
+} candidate;
+
+static int better(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    return x->score != y->score ? (x->score < y->score ? 1 : -1) : (x->id > y->id) - (x->id < y->id);
+}
+
+static uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return x ^ x >> 31;
+}
+
+/* The noise of a token at a position: the same numbers as in sampling.py. */
+static float gumbel(uint64_t key, uint64_t token) {
+    const uint64_t golden = 0x9E3779B97F4A7C15ull;
+    const double u = ((double)(mix(mix(key) + token * golden) >> 12) + 0.5) * 0x1p-52;
+    return (float)-log(-log(u));
+}
+
+/* The best of what the threads noted of a row, best first. Scores: logits below the largest. Also the sum of e^(score / scale). */
+static int collect(const duo_model *m, int row, int most, float scale, candidate *best, float *total) {
+    float top = NEVER;
+    int count = 0;
+    *total = 0;
+    for (int t = 0; t < m->threads; t++) top = fmaxf(top, m->notes[t][row].most);
+    for (int t = 0; t < m->threads; t++) {
+        const notes *found = &m->notes[t][row];
+        for (int i = 0; i < found->count; i++) {
+            const float score = found->logits[i] - top;
+            *total += expf(score / scale);
+            if (count == most && score <= best[most - 1].score) continue;
+            int at = count < most ? count++ : most - 1;
+            for (; at > 0 && best[at - 1].score < score; at--) best[at] = best[at - 1];
+            best[at] = (candidate){found->ids[i], score};
+        }
+    }
+    return count;
+}
+
+/* With the noise of a position: who is likely to be drawn there, best first. Scores become shares. */
+static int perturb(const sampling *s, const int32_t *names, int position, candidate *best, int count, float total) {
+    const float scale = s->temperature;
+    float head = 0, allowed = 0, before = 0;
+    int kept = 0;
+    if (s->top_k && count > s->top_k) count = s->top_k;
+    for (int i = 0; i < count; i++) best[i].score /= scale, allowed += expf(best[i].score);
+    for (int i = 0; i < count; i++) {
+        const float weight = expf(best[i].score), share = weight / allowed;
+        head += weight;
+        if (i == 0 || ((s->top_p >= 1 || before < s->top_p) && weight >= s->min_p)) best[kept++] = best[i];
+        before += share;
+    }
+    const float rest = s->top_k || s->top_p < 1 || s->min_p > 0 ? 0 : fmaxf(total - head, 0);
+    for (int i = 0; i < kept; i++)
+        best[i].score += gumbel(s->seed * 0x9E3779B97F4A7C15ull + (uint64_t)position, names ? names[best[i].id] : best[i].id);
+    qsort(best, kept, sizeof(candidate), better);
+    const float top = fmaxf(best[0].score, 0);
+    float sum = rest * expf(-top);
+    for (int i = 0; i < kept; i++) best[i].score = expf(best[i].score - top), sum += best[i].score;
+    for (int i = 0; i < kept; i++) best[i].score /= sum;
+    return kept;
+}
+
+/* The `k` tokens that will most likely be chosen after each output of the last step (16 at most), best first, and how likely; those
+   below `floors` are left out, but for the first. `names`: ids of the vocabulary outside; NULL: the same. Returns how many there
+   are in all; `counts`: of each. */
+int duo_guess(duo_model *m, const sampling *s, int k, const int32_t *names, const float *floors, int32_t *ids, float *shares,
+              int32_t *counts) {
+    candidate best[64];
+    int all = 0;
+    for (int row = 0; row < m->work.outputs && row < FEW; row++) {
+        const int greedy = s->temperature <= 0;
+        float total;
+        int count = collect(m, row, greedy ? k : 64, greedy ? 1 : s->temperature, best, &total), from = all;
+        if (!greedy && count) count = perturb(s, names, m->work.positions[m->work.rows - m->work.outputs + row] + 1, best, count, total);
+        for (int i = 0; i < count && i < k; i++) {
+            const float share = greedy ? expf(best[i].score) / total : best[i].score;
+            if (i && share < floors[row]) break;
+            ids[all] = names ? names[best[i].id] : best[i].id;
+            shares[all++] = share;
+        }
+        counts[row] = all - from;
+    }
+    return all;
+}

@@ -1,0 +1,318 @@
+"""The draft on our own engine: a small Llama whose step takes tens of microseconds where llama.cpp takes a millisecond.
+
+Committed tokens have their keys and values in "the trunk", by position; an expanded node has a place in "the tree" and knows its
+ancestors there. Committing a path copies a few rows from one to the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from duodecoding.backends import native
+from duodecoding.backends.base import Leaf, Pair, Vocabulary
+from duodecoding.backends.gguf_file import BF16, BLOCK_BYTES, F16, F32, GgufFile, Tensor
+from duodecoding.backends.llamacpp import LlamaModel, common_prefix, physical_cores, usable_context
+from duodecoding.errors import BackendFailure, BackendMissing, Interrupted
+from duodecoding.sampling import MIN_TEMPERATURE, Row
+from duodecoding.types import SamplingParams
+
+Ints = npt.NDArray[np.int32]
+
+ROWS = 256  # tokens of a step at most
+NODES = 256  # of a tree, expanded: more than one round of a large target sees
+LANES = 16
+FEW = 16  # outputs whose likely tokens are noted beside the logits
+AWAKE = 2000  # microseconds that threads look for more work before they sleep: a round of a large target has gaps as long
+GREEDY = SamplingParams()
+KINDS = frozenset(BLOCK_BYTES)
+
+
+class NativeDraft:
+    """The model that guesses, without llama.cpp but for its tokenizer."""
+
+    def __init__(self, path: Path, *, context: int, threads: int = 0, library: ctypes.CDLL | None = None) -> None:
+        file = GgufFile(path)
+        check(file)
+        self._words = LlamaModel(path, vocabulary_only=True)
+        self.vocabulary: Vocabulary = self._words.vocabulary
+        trim = self._words.trim
+        self.token_ids = trim.token_ids if trim is not None else None
+        self._reads: list[int] | None = trim.stand_ins.tolist() if trim is not None else None
+        self.context = usable_context(self._words, context)
+        self.room, self.most_leaves, self.hottest = NODES, FEW, 1.0
+        self._library, self._file = library or native.library(), file
+        self._model = self._load(file, threads or physical_cores())
+        self._tokens: list[int] = []
+        self._unread = 0  # committed tokens at the beginning that are left out
+        self._cached = 0  # committed tokens behind which the trunk ends
+        self._lines: dict[int, tuple[int, ...]] = {}  # expanded node -> its ancestors and itself, as places in the tree
+        self._free = list(range(NODES))
+        self._batch = np.zeros((4, ROWS), np.int32)  # tokens, positions, places, ends
+        self._starts = np.zeros(ROWS + 1, np.int32)
+        self._ancestors = np.zeros(ROWS * 64, np.int32)
+        self._logits = np.zeros((LANES, self._vocab), np.float32)
+        self._rows = list(self._logits)
+        self._names = self.token_ids.astype(np.int32) if self.token_ids is not None else None
+        self._found, self._counts = (np.zeros(FEW, np.int32), np.zeros(FEW, np.float32)), np.zeros(FEW, np.int32)
+        self._params, self._sampling = GREEDY, _sampling(GREEDY)
+        self._flag: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(1)
+
+    def _load(self, file: GgufFile, threads: int) -> int:
+        shape, library = Shape(file), self._library
+        self._vocab = shape.vocabulary
+        self._room = -(-self.context // LANES) * LANES  # positions of the trunk
+        numbers = np.array([*shape.numbers(), self._room, NODES], np.int32)
+        model = library.duo_new(numbers.ctypes.data, shape.epsilon, shape.frequencies.ctypes.data)
+        if not model:
+            raise _no_memory()
+        tensors, fine = file.tensors, True
+        for layer in range(shape.layers):
+            begin = f"blk.{layer}."
+            norms = [_floats(tensors[begin + name]) for name in ("attn_norm.weight", "ffn_norm.weight")]
+            fine = fine and library.duo_norms(model, layer, *(norm.ctypes.data for norm in norms))
+            names = ("attn_output", "ffn_gate", "ffn_up", "ffn_down")
+            matrices = [joint(tensors, begin), *(tensors[f"{begin}{name}.weight"] for name in names)]
+            for which, matrix in enumerate(matrices):
+                fine = fine and self._hand_over(model, layer, which, matrix)
+        last = _floats(tensors["output_norm.weight"])
+        fine = fine and library.duo_norms(model, -1, last.ctypes.data, last.ctypes.data)
+        words = tensors["token_embd.weight"]
+        fine = fine and self._hand_over(model, -1, 0, tensors.get("output.weight", words))
+        if not fine or not library.duo_start(model, threads, AWAKE):
+            library.duo_free(model)
+            raise _no_memory()
+        assert words.data is not None
+        library.duo_embeddings(model, words.kind, words.data.ctypes.data)
+        return int(model)
+
+    def _hand_over(self, model: int, layer: int, which: int, matrix: Tensor) -> bool:
+        assert matrix.data is not None
+        return bool(
+            self._library.duo_matrix(model, layer, which, matrix.kind, matrix.data.ctypes.data, matrix.rows, matrix.columns)
+        )
+
+    def open(self, prompt: Sequence[int], unread: int = 0) -> None:
+        self._cached = min(common_prefix(self._tokens[: self._cached], prompt), len(prompt) - 1)
+        if self._cached <= unread or self._unread > unread:  # nothing of use is there, or less than is asked for
+            self._cached = self._unread = unread
+        self._tokens = list(prompt)
+        self._lines.clear()
+        self._free = list(range(NODES))
+
+    def read(self) -> bool:
+        chunk = self._tokens[self._cached : min(self._cached + ROWS, len(self._tokens) - 1)]
+        if not chunk:
+            return False
+        self._trunk_rows(0, chunk, self._cached)
+        self._step(len(chunk), 0)
+        self._cached += len(chunk)
+        return self._cached < len(self._tokens) - 1
+
+    def score(self, tokens: Sequence[int], start: int) -> Iterator[Row]:
+        self.open(tokens[: start + 1])
+        while self.read():
+            pass
+        for begin in range(start, len(tokens), ROWS):
+            chunk = tokens[begin : begin + ROWS]
+            self._trunk_rows(0, chunk, begin)
+            self._step(len(chunk), len(chunk))
+            self._tokens, self._cached = list(tokens[: begin + len(chunk)]), begin + len(chunk)
+            yield self._logits[: len(chunk)]
+
+    def stop_on(self, flag: mmap.mmap) -> None:
+        self._flag = (ctypes.c_char * 1).from_buffer(flag)
+        self._library.duo_stop_on(self._model, ctypes.addressof(self._flag))
+
+    def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
+        order = self._expand(leaves)
+        return [self._rows[i] for i in order]
+
+    def guess(self, leaves: Sequence[Leaf], k: int, floors: Sequence[float], params: SamplingParams) -> list[list[Pair]]:
+        if params is not self._params:
+            self._params, self._sampling = params, _sampling(params)
+        if k * FEW > self._found[0].size:
+            self._found = np.zeros(k * FEW, np.int32), np.zeros(k * FEW, np.float32)
+        order = self._expand(leaves)
+        (ids, shares), names = self._found, self._names
+        data = [array.ctypes.data for array in (ids, shares, self._counts)]
+        lowest = np.array([floors[order.index(i)] for i in range(len(leaves))], np.float32)
+        known = names.ctypes.data if names is not None else None
+        count = self._library.duo_guess(self._model, ctypes.byref(self._sampling), k, known, lowest.ctypes.data, *data)
+        pairs = zip(ids[:count].tolist(), shares[:count].tolist(), strict=True)
+        each = [list(islice(pairs, some)) for some in self._counts[: len(leaves)].tolist()]
+        return [each[i] for i in order]
+
+    def _expand(self, leaves: Sequence[Leaf]) -> Sequence[int]:
+        """A step. Which output is whose."""
+        while len(self._tokens) - self._cached > ROWS // 2:
+            self.read()
+        root = next((i for i, leaf in enumerate(leaves) if leaf.parent is None), None)
+        first = 0
+        if root is not None:  # its tokens come first: outputs stay at the end
+            chunk = self._tokens[self._cached :]
+            self._trunk_rows(0, chunk, self._cached)
+            first = len(chunk)
+        trunk = len(self._tokens)
+        lines = self._tree_rows(first, [leaf for leaf in leaves if leaf.parent is not None], trunk)
+        try:
+            self._step(first + len(lines), len(leaves))
+        except Interrupted:
+            self._free.extend(line[-1] for line in lines.values())
+            raise
+        self._lines |= lines
+        if root is None:
+            return range(len(leaves))
+        self._cached, self._lines[leaves[root].key] = trunk, ()
+        return [*range(1, root + 1), 0, *range(root + 1, len(leaves))]
+
+    def _trunk_rows(self, first: int, tokens: Sequence[int], position: int) -> None:
+        """Committed tokens as rows of the next step."""
+        end = first + len(tokens)
+        self._batch[0, first:end] = self._known(tokens)
+        self._batch[1, first:end] = self._batch[2, first:end] = places = np.arange(position, position + len(tokens))
+        self._batch[3, first:end] = places + 1
+        self._starts[first : end + 1] = 0
+
+    def _tree_rows(self, first: int, leaves: Sequence[Leaf], trunk: int) -> dict[int, tuple[int, ...]]:
+        """Nodes as rows of the next step, and their lines. All but a row's ancestors are in the trunk, `trunk` tokens long."""
+        if not leaves:
+            return {}
+        lines = {leaf.key: (*self._lines.get(leaf.parent or 0, ()), self._free.pop()) for leaf in leaves}
+        ancestors = [place for line in lines.values() for place in line]
+        end = first + len(leaves)
+        self._batch[0, first:end] = self._known([leaf.token for leaf in leaves])
+        self._batch[1, first:end] = [leaf.position for leaf in leaves]
+        self._batch[2, first:end] = [self._room + line[-1] for line in lines.values()]
+        self._batch[3, first:end] = trunk
+        self._starts[first + 1 : end + 1] = np.cumsum([len(line) for line in lines.values()])
+        if len(ancestors) > self._ancestors.size:
+            self._ancestors = np.zeros(2 * len(ancestors), np.int32)
+        self._ancestors[: len(ancestors)] = ancestors
+        return lines
+
+    def _known(self, tokens: Sequence[int]) -> Sequence[int]:
+        reads = self._reads
+        return tokens if reads is None else [reads[token] for token in tokens]
+
+    def _step(self, rows: int, outputs: int) -> None:
+        if outputs > len(self._logits):
+            self._logits = np.zeros((outputs, self._vocab), np.float32)
+            self._rows = list(self._logits)
+        batch, width = self._batch.ctypes.data, 4 * ROWS
+        code = self._library.duo_step(
+            self._model, rows, outputs, self._unread,
+            batch, batch + width, batch + 2 * width, batch + 3 * width,
+            self._starts.ctypes.data, self._ancestors.ctypes.data, self._logits.ctypes.data,
+        )  # fmt: skip
+        if code == 1:
+            self._flag[0] = b"\0"
+            raise Interrupted("the step was stopped")
+        if code:
+            raise _no_memory()
+
+    def commit(self, tokens: Sequence[int], path: Sequence[int], alive: Sequence[int]) -> None:
+        if path:
+            places = np.array(self._lines[path[-1]][-len(path) :], np.int32)
+            self._library.duo_keep(self._model, len(path), places.ctypes.data, self._cached)
+            self._cached += len(path)
+        self._tokens.extend(tokens)
+        kept = [*alive, path[-1]] if path and len(path) == len(tokens) else alive
+        self._lines = {key: self._lines[key][len(path) :] for key in kept}
+        used = {line[-1] for line in self._lines.values() if line}
+        self._free = [place for place in range(NODES) if place not in used]
+
+    def close(self) -> None:
+        if self._model:
+            self._library.duo_free(self._model)
+            self._model = 0
+            self._words.close()
+
+
+class Shape:
+    """A Llama's numbers, as its file has them."""
+
+    def __init__(self, file: GgufFile) -> None:
+        value = file.values
+        self.width, self.heads = int(value["llama.embedding_length"]), int(value["llama.attention.head_count"])
+        self.kv_heads = int(value.get("llama.attention.head_count_kv", self.heads))
+        self.head = int(value.get("llama.attention.key_length", self.width // self.heads))
+        self.feed, self.layers = int(value["llama.feed_forward_length"]), int(value["llama.block_count"])
+        self.vocabulary = file.tensors["token_embd.weight"].rows
+        self.epsilon = float(value.get("llama.attention.layer_norm_rms_epsilon", 1e-5))
+        base = float(value.get("llama.rope.freq_base", 10_000.0))
+        self.frequencies = (base ** -(np.arange(0, self.head, 2) / self.head)).astype(np.float32)
+        if (factors := file.tensors.get("rope_freqs.weight")) is not None:
+            self.frequencies = (self.frequencies / _floats(factors)).astype(np.float32)
+
+    def numbers(self) -> list[int]:
+        return [self.width, self.heads, self.kv_heads, self.head, self.feed, self.layers, self.vocabulary]
+
+
+def check(file: GgufFile) -> None:
+    """Raises BackendMissing if our own engine cannot run the model."""
+    why = _why_not(file)
+    if why:
+        raise BackendMissing("our own engine cannot run this draft", why, "llama.cpp can: --draft-engine llamacpp")
+
+
+def _why_not(file: GgufFile) -> str:
+    values, tensors = file.values, file.tensors
+    architecture = values.get("general.architecture")
+    if architecture != "llama":
+        return f"its architecture is {architecture}, not llama"
+    strange = sorted({name.rsplit(".", 1)[-1] for name in tensors} - {"weight"})
+    if strange or any("_norm" in name and name.split(".")[-2] in {"attn_q_norm", "attn_k_norm"} for name in tensors):
+        return f"it has {', '.join(strange) or 'norms of queries'}"
+    if values.get("llama.expert_count") or values.get("llama.rope.scaling.type") not in {None, "none"}:
+        return "it has experts or scaled positions"
+    kinds = sorted({tensor.kind for tensor in tensors.values()} - KINDS)
+    if kinds:
+        return f"its weights are of type {kinds[0]} (F32, F16, BF16, Q8_0 and Q4_0 it could read)"
+    return _why_not_shape(Shape(file), values)
+
+
+def _why_not_shape(shape: Shape, values: dict[str, object]) -> str:
+    if values.get("llama.rope.dimension_count", shape.head) != shape.head:
+        return "a part of a head has no position"
+    if values.get("llama.attention.value_length", shape.head) != shape.head or shape.head % LANES or shape.head > 256:
+        return f"its heads are of {shape.head}"
+    if shape.width % 32 or shape.feed % 32 or shape.heads % shape.kv_heads or shape.heads // shape.kv_heads > 8:
+        return f"its shape is {shape.numbers()}"
+    return ""
+
+
+def joint(tensors: dict[str, Tensor], begin: str) -> Tensor:
+    """Queries, keys and values in one matrix."""
+    if (whole := tensors.get(f"{begin}attn_qkv.weight")) is not None:
+        return whole
+    parts = [tensors[f"{begin}attn_{name}.weight"] for name in ("q", "k", "v")]
+    if len({part.kind for part in parts}) > 1:
+        raise BackendMissing("our own engine cannot run this draft", "its queries, keys and values are of different types")
+    data = np.concatenate([part.data for part in parts if part.data is not None])
+    return Tensor(parts[0].kind, sum(part.rows for part in parts), parts[0].columns, data)
+
+
+def _floats(tensor: Tensor) -> npt.NDArray[np.float32]:
+    assert tensor.data is not None
+    if tensor.kind == F32:
+        return tensor.data.view("<f4")
+    if tensor.kind == F16:
+        return tensor.data.view("<f2").astype(np.float32)
+    assert tensor.kind == BF16
+    return (tensor.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _sampling(params: SamplingParams) -> native.Sampling:
+    temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+    return native.Sampling(temperature, params.top_p, params.min_p, params.top_k, params.seed % 2**64)
+
+
+def _no_memory() -> BackendFailure:
+    return BackendFailure("our own draft engine got no memory", fix="Lower --ctx-size.")
