@@ -454,13 +454,14 @@ static void row_to_bytes(const float *x, const float *norm, float epsilon, const
 }
 
 /* Rows `from` to `to` of `x`, normed (`norm` may be none) and as bytes: by everybody for himself, or by all together. */
-static const bytes *prepare(duo_model *m, int me, const float *x, int columns, const float *norm, int from, int to) {
-    bytes *a = to - from <= FEW ? &m->own[me] : &m->shared;
+static bytes prepare(duo_model *m, int me, const float *x, int columns, const float *norm, int from, int to) {
+    const int together = to - from > FEW;
+    bytes a = together ? m->shared : m->own[me];
     int low = 0, high = to - from;
-    if (a == &m->shared) share(m, me, to - from, &low, &high);
-    a->columns = columns; /* the same number from everybody */
-    for (int i = low; i < high; i++) row_to_bytes(x + (size_t)(from + i) * columns, norm, m->epsilon, a, i);
-    if (a == &m->shared) meet(m, me);
+    a.columns = columns;
+    if (together) share(m, me, to - from, &low, &high);
+    for (int i = low; i < high; i++) row_to_bytes(x + (size_t)(from + i) * columns, norm, m->epsilon, &a, i);
+    if (together) meet(m, me);
     return a;
 }
 
@@ -509,14 +510,14 @@ INLINE void put(duo_model *m, layer *l, int row, int at, vf v) {
 }
 
 static void project(duo_model *m, layer *l, int me) {
-    const bytes *a = prepare(m, me, m->x, m->width, l->attention_norm, 0, m->work.rows);
+    const bytes a = prepare(m, me, m->x, m->width, l->attention_norm, 0, m->work.rows);
     int from, to;
     share(m, me, l->qkv.units, &from, &to);
     for (int unit = from; unit < to; unit++)
         for (int row = 0; row < m->work.rows; row += 8) {
             vf out[8];
             int count = m->work.rows - row < 8 ? m->work.rows - row : 8;
-            product(&l->qkv, unit, a, row, count, out);
+            product(&l->qkv, unit, &a, row, count, out);
             for (int i = 0; i < count; i++) put(m, l, row + i, unit * LANES, out[i]);
         }
 }
@@ -672,18 +673,17 @@ static void add_product(duo_model *m, const matrix *w, const bytes *a, int me, i
 }
 
 static void feed(duo_model *m, layer *l, int me, int first) {
-    const bytes *a = prepare(m, me, m->x, m->width, l->feed_norm, first, m->work.rows);
+    const bytes a = prepare(m, me, m->x, m->width, l->feed_norm, first, m->work.rows);
     const int blocks = m->feed / BLOCK;
     int from, to;
-    m->hidden.columns = m->feed;
     share(m, me, blocks, &from, &to);
     for (int block = from; block < to; block++)
         for (int row = first; row < m->work.rows; row += 8) {
             vf gate[2][8], up[2][8];
             int count = m->work.rows - row < 8 ? m->work.rows - row : 8;
             for (int j = 0; j < 2; j++) {
-                product(&l->gate, 2 * block + j, a, row - first, count, gate[j]);
-                product(&l->up, 2 * block + j, a, row - first, count, up[j]);
+                product(&l->gate, 2 * block + j, &a, row - first, count, gate[j]);
+                product(&l->up, 2 * block + j, &a, row - first, count, up[j]);
             }
             for (int i = 0; i < count; i++) {
                 _Alignas(64) float h[BLOCK];
@@ -697,7 +697,7 @@ static void feed(duo_model *m, layer *l, int me, int first) {
 /* The logits of the outputs, and for few of them each thread's largest. */
 static void say(duo_model *m, int me) {
     const int first = m->work.rows - m->work.outputs, noting = m->work.outputs <= FEW;
-    const bytes *a = prepare(m, me, m->x, m->width, m->last_norm, first, m->work.rows);
+    const bytes a = prepare(m, me, m->x, m->width, m->last_norm, first, m->work.rows);
     vf most[FEW];
     int from, to;
     for (int i = 0; i < FEW; i++) most[i] = all(NEVER);
@@ -706,7 +706,7 @@ static void say(duo_model *m, int me) {
         for (int row = 0; row < m->work.outputs; row += 8) {
             vf out[8];
             int count = m->work.outputs - row < 8 ? m->work.outputs - row : 8, left = m->vocabulary - unit * LANES;
-            product(&m->head_matrix, unit, a, row, count, out);
+            product(&m->head_matrix, unit, &a, row, count, out);
             for (int i = 0; i < count; i++) {
                 float *at = m->work.logits + (size_t)(row + i) * m->vocabulary + unit * LANES;
                 if (left >= LANES) store(at, out[i]);
@@ -769,7 +769,8 @@ static void run(duo_model *m, int me) {
         share(m, me, (w->rows - first) * m->heads, &from, &to);
         for (int j = from; j < to; j++) combine(m, l, first + j / m->heads, j % m->heads);
         meet(m, me);
-        add_product(m, &l->out, prepare(m, me, m->attended, m->heads * m->head, NULL, first, w->rows), me, first);
+        const bytes a = prepare(m, me, m->attended, m->heads * m->head, NULL, first, w->rows);
+        add_product(m, &l->out, &a, me, first);
         meet(m, me);
         feed(m, l, me, first);
         meet(m, me);
