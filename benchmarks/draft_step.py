@@ -1,43 +1,54 @@
-"""What a draft step costs, all of ours included: choosing leaves, llama.cpp, top-k, bookkeeping; by width and threads.
+"""What a draft step costs, all of ours included: choosing leaves, the model, its best guesses, bookkeeping. By width, in turns.
 
-python benchmarks/draft_step.py DRAFT.gguf [--threads 2,4] [--widths 1,2,4,8,16]
+    python benchmarks/draft_step.py [DRAFT.gguf ...] [--engines native llamacpp] [--threads 12] [--widths 1 2 4 8 16] [--rounds 6]
+
+Every draft on every engine takes a turn in each round, so that a busy machine disturbs all alike. Milliseconds a step; a prompt
+of 1,000 tokens in microseconds a token.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-from common import spread, write
+import common
 
-from duodecoding.backends.llamacpp import LlamaModel, physical_cores
-from duodecoding.backends.llamacpp_draft import LlamaDraft
+import duodecoding
+from duodecoding import backends
+from duodecoding.backends.base import Draft
+from duodecoding.backends.llamacpp import physical_cores
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
-from duodecoding.types import SamplingParams
+from duodecoding.types import EngineConfig, SamplingParams
 
+EMBEDDED = Path(duodecoding.__file__).parent / "drafts" / "smollm2-draft.gguf"
 TEXT = "The river rose slowly through the night, and by the morning the lower fields were under water. "
+CONTEXTS = (200, 1000)
+GREEDY = SamplingParams()
+STEPS = 6  # of a tree before something is committed
 
 
-def steps(drafter: ModelDrafter, prompt: list[int], width: int, seconds: float) -> list[float]:
+def steps(drafter: ModelDrafter, prompt: list[int], width: int, seconds: float, params: SamplingParams = GREEDY) -> list[float]:
     """Times of steps that expand exactly `width` leaves, on trees that grow for six steps and are committed."""
     times: list[float] = []
-    drafter.open(prompt, SamplingParams(), BestFirst(width, branching=8))
+    drafter.open(prompt, params, BestFirst(width, branching=8))
     while drafter.read():
         pass
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         best = None
-        for _ in range(6):
+        for _ in range(STEPS):
             start = time.perf_counter()
             leaves = drafter.next_leaves()
             if not leaves:
                 break
             grown = drafter.grow(leaves)
             took = time.perf_counter() - start
-            best = best or grown[0].token
+            best = best or (grown[0].token if grown else None)
             if len(leaves) == width:
                 times.append(took)
         drafter.commit([best if best is not None else 0])
@@ -54,24 +65,49 @@ def prompt_speed(drafter: ModelDrafter, prompt: list[int]) -> float:
     return (time.perf_counter() - start) / len(prompt)
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafts", type=Path, nargs="*", default=[EMBEDDED])
+    parser.add_argument("--engines", nargs="+", default=["native", "llamacpp"], choices=["native", "llamacpp"])
+    parser.add_argument("--threads", type=int, default=physical_cores())
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=0.1, help="of each width in a round")
+    parser.add_argument("--name", default="draft_step")
+    return parser.parse_args()
+
+
+def turn_of(name: str, draft: Draft, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Times by what was measured."""
+    drafter = ModelDrafter(draft)
+    ids = draft.vocabulary.tokenize(TEXT * 60, special=False, bos=True)
+    found = {f"{name}, prompt, us a token": [1e6 * prompt_speed(drafter, ids[:1000])]}
+    for context in CONTEXTS:
+        for width in options.widths:
+            some = steps(drafter, ids[:context], width, options.seconds, SamplingParams(temperature=options.temperature))
+            found[f"{name}, context {context}, {width} leaves, ms"] = [1e3 * seconds for seconds in some]
+    return found
+
+
 def main() -> None:
-    path = Path(sys.argv[1])
-    option = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
-    threads = [int(n) for n in option.get("--threads", str(physical_cores())).split(",")]
-    widths = [int(n) for n in option.get("--widths", "1,2,4,8,16").split(",")]
-    results = {}
-    for count in threads:
-        draft = LlamaDraft(LlamaModel(path), context=4096, threads=count)
-        drafter = ModelDrafter(draft)
-        ids = draft.vocabulary.tokenize(TEXT * 60, special=False, bos=True)
-        for context in (200, 1000):
-            row = {str(w): spread([1e3 * t for t in steps(drafter, ids[:context], w, 1.2)]) for w in widths}
-            results[f"{count} threads, context {context}"] = row
-            print(count, "threads, context", context, {w: row[w]["median"] for w in row}, "ms a step", flush=True)
-        results[f"{count} threads, prompt"] = {"seconds_per_token": prompt_speed(drafter, ids[:1000])}
+    options = arguments()
+    loaded: dict[str, Draft] = {
+        f"{path.stem}, {engine}": backends.load_draft(path, EngineConfig(threads=options.threads, draft_engine=engine))
+        for path in options.drafts
+        for engine in options.engines
+    }
+    times: dict[str, list[float]] = defaultdict(list)
+    for turn in range(options.rounds + 1):
+        for name, draft in loaded.items():
+            some = turn_of(name, draft, options)
+            for what in some if turn else ():  # the first one warms up
+                times[what] += some[what]
+    for draft in loaded.values():
         draft.close()
-    name = option.get("--name", "draft_step")
-    print(write(name, {"draft": path.name, "cpus": os.cpu_count(), "branching": 8}, results))
+    settings: dict[str, Any] = {"threads": options.threads, "cpus": os.cpu_count(), "branching": 8, "rounds": options.rounds}
+    settings |= {"temperature": options.temperature}
+    common.write(options.name, settings, {what: common.spread(values) for what, values in times.items() if len(values) > 1})
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--name", default="step_parts")
     options = parser.parse_args()
     widths = [int(width) for width in options.widths.split(",")]
-    draft = backends.load_draft(options.draft, EngineConfig(threads=options.threads))
+    draft = backends.load_draft(options.draft, EngineConfig(threads=options.threads, draft_engine="llamacpp"))
     bench = Bench(draft, SamplingParams(temperature=options.temperature))
     watched_decode(bench._watch)
     end = time.perf_counter() + options.seconds * len(widths)

@@ -11,7 +11,7 @@ from worlds import World, configs, parameters, said, worlds
 
 from duodecoding import SamplingParams, realtime
 from duodecoding.backends.scripted import ProtocolBroken
-from duodecoding.core import Choose, Committed, DuoCore, Expand, Verdict, Verify, Wait, walk
+from duodecoding.core import Choose, Committed, DuoCore, Expand, Verdict, Verify, Wait, places, walk
 from duodecoding.llm import _Reader
 from duodecoding.planner import Outlook
 from duodecoding.sampling import Choice
@@ -154,6 +154,7 @@ TREE = (PassNode(ROOT, 1), PassNode(0, 2), PassNode(0, 3), PassNode(ROOT, 4), Pa
 )
 def test_walk(answers: dict[int, int], accepted: tuple[int, ...]) -> None:
     verdict = walk(TREE, choices_of(answers))
+    assert walk(TREE, choices_of(answers), places(TREE)) == verdict
     assert verdict.accepted == accepted
     assert [choice.token for choice in verdict.choices] == list(answers.values())
 
@@ -264,7 +265,7 @@ MUTANTS: list[Walk] = [
 
 def worlds_where_answers_differ(rule: Walk, monkeypatch: pytest.MonkeyPatch, *, strict: bool = False) -> int:
     """In how many of 24 worlds a rule changes the answer (or breaks the engine)."""
-    monkeypatch.setattr(realtime, "walk", rule)
+    monkeypatch.setattr(realtime, "walk", lambda guesses, choose, where=None: rule(guesses, choose))
     different = 0
     for seed in range(24):
         world = World(seed=seed, share=0.3)

@@ -7,7 +7,7 @@ and when its guesses come decide how fast the answer is, never what it is: token
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -66,12 +66,18 @@ class Committed(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-def walk(guesses: Sequence[PassNode], choose: Choose) -> Verdict:
-    """The acceptance rule: take the target's token; if it was guessed here, go down to that guess, else stop."""
+def places(guesses: Sequence[PassNode]) -> dict[tuple[int, int], int]:
+    """Where a guess is, by what it says: its parent's place and its token."""
+    return {guess: i for i, guess in enumerate(guesses)}
+
+
+def walk(guesses: Sequence[PassNode], choose: Choose, child: Mapping[tuple[int, int], int] | None = None) -> Verdict:
+    """The acceptance rule: take the target's token; if it was guessed here, go down to that guess, else stop. `child`: the guesses'
+    `places`, where the caller had time to look for them."""
     choices = [choose(ROOT)]
     if not guesses:
         return Verdict((), tuple(choices))
-    child = {(guess.parent, guess.token): i for i, guess in enumerate(guesses)}
+    child = places(guesses) if child is None else child
     accepted: list[int] = []
     at = child.get((ROOT, choices[0].token))
     while at is not None:

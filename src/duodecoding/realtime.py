@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from duodecoding.backends.base import Conversation, Target
-from duodecoding.core import Choose, Committed, DuoCore, Verify, Wait, walk
+from duodecoding.core import Choose, Committed, DuoCore, Verify, Wait, places, walk
 from duodecoding.costs import CostCurve, Profile
 from duodecoding.drafters.growth import BestFirst, Growth
 from duodecoding.drafters.lookup import LookupDrafter
@@ -239,8 +239,16 @@ def end_pass(target: Target, meter: Meter) -> float:
     return seconds
 
 
-def target_verdict(core: DuoCore, conversation: Conversation, work: Verify, choose: Choose, meter: Meter) -> list[Committed]:
-    gained = core.verdict_arrived(work, walk(work.guesses, choose))
+def target_verdict(
+    core: DuoCore,
+    conversation: Conversation,
+    work: Verify,
+    choose: Choose,
+    meter: Meter,
+    where: Mapping[tuple[int, int], int] | None = None,
+) -> list[Committed]:
+    """`where`: the `places` of the guesses, found while the pass ran."""
+    gained = core.verdict_arrived(work, walk(work.guesses, choose, where))
     conversation.commit([committed.token for committed in gained])
     now, began, ended = time.perf_counter(), meter.pass_began, meter.pass_ended
     if meter.first_token is None:
@@ -355,13 +363,14 @@ class Overlap:
     def _round(self, work: Verify, choose: Choose, *, in_time: bool) -> list[Committed]:
         core, meter = self._core, self._meter
         context, alone = core.tree.position, self._remote.at_rest
+        where = places(work.guesses)  # while the pass runs
         self._hurry(True)
         seconds = end_pass(self._target, meter)
         if self._lockstep:
             self._take()
         if self._lockstep and meter.rounds > 1:  # the first token waits for nobody
             self._barrier(context, seconds)
-        gained = target_verdict(core, self._conversation, work, choose, meter)
+        gained = target_verdict(core, self._conversation, work, choose, meter, where)
         self._commit([committed.token for committed in gained])
         began, self._ended = self._ended, time.perf_counter()
         if in_time:

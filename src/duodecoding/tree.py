@@ -64,7 +64,8 @@ class TokenTree:
         """`tokens`: what is committed, not empty. The last one is the root."""
         self.tokens = list(tokens)
         self.root = Node(-self.position, None, self.tokens[-1], 0.0, self.position, Source.TARGET)
-        self._live: dict[int, Node] = {}  # guesses by key; two drafters may know one node by two keys
+        self._live: dict[int, Node] = {}  # guesses by key
+        self._also: dict[int, Node] = {}  # the same by other keys: two drafters may know one node
         self._nodes: list[Node] = []  # the same without their keys; parents come before their children
         self._passed: dict[int, int] = {}  # guesses that were committed: key -> position
         # Heap of unexpanded nodes, most likely first; stale entries are skipped. None: not asked for since the last commit.
@@ -97,12 +98,12 @@ class TokenTree:
         """The root or a live guess by its key."""
         if key == self.root.key or -key == self.position or self._passed.get(key) == self.position:
             return self.root
-        return self._live.get(key)
+        return self._live.get(key) or self._also.get(key)
 
     def add(self, proposal: Proposal) -> Node | None:
         """Hang a guess into the tree. None if its parent is gone. The same token under the same parent is one node."""
         key, under, token, p, source = proposal
-        parent = self._live.get(under) or self._home(proposal)
+        parent = self._live.get(under) or self._also.get(under) or self._home(proposal)
         if parent is None:
             return None
         node = parent.children.get(token)
@@ -110,11 +111,13 @@ class TokenTree:
         if node is None:
             node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source)
             self._nodes.append(node)
+            self._live[key] = node
             self._push(node)
-        elif logp > node.logp + SURER:
+            return node
+        if logp > node.logp + SURER:
             self._raise(node, logp)
             node.source = source
-        self._live[key] = node
+        self._also[key] = node
         return node
 
     def _raise(self, node: Node, logp: float) -> None:
@@ -188,20 +191,21 @@ class TokenTree:
         self.tokens.extend(tokens)
         self.root = node or Node(-self.position, None, self.tokens[-1], 0.0, self.position, Source.TARGET)
         self.root.parent = None
-        self._prune({id(n): n.position for n in path if n is not None})
+        self._prune(path)
         return path
 
-    def _prune(self, passed: dict[int, int]) -> None:
-        """Forget all but the live nodes and those just committed (`passed`: id of node -> position)."""
+    def _prune(self, path: Sequence[Node | None]) -> None:
+        """Forget all but the live nodes and those just committed."""
         self._nodes = alive = list(self._below(self.root))
-        names = set(map(id, alive))
-        known, self._live = self._live, {}
-        for key, node in known.items():
-            name = id(node)
-            if name in names:
-                self._live[key] = node
-            elif name in passed:
-                self._passed[key] = passed[name]
+        self._live = live = {node.key: node for node in alive}
+        passed = {node.key: node.position for node in path if node is not None}
+        self._passed |= passed
+        also, self._also = self._also, {}
+        for key, node in also.items():
+            if live.get(node.key) is node:
+                self._also[key] = node
+            elif node.key in passed:
+                self._passed[key] = passed[node.key]
         self._open = None
 
     def _push(self, node: Node) -> None:
