@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import torch
 
@@ -76,6 +75,7 @@ class Inputs:
         self._host = torch.zeros(ends + 2 * self.moves_at_most, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host.to(device) if device.type == "cuda" else self._host
         self._flat = memoryview(self._host.numpy())
+        self._heads = self._host.numpy()[2 * rows : ends].reshape(rows, self._width)[:, :3]
         self.tokens, self.positions = self._device[:rows], self._device[rows : 2 * rows]
         self.table = self._device[2 * rows : ends].view(rows, self._width)
         self.moves = self._device[ends:].view(2, self.moves_at_most)  # from, to
@@ -89,9 +89,11 @@ class Inputs:
         depths = [*rows.depths, *[0] * spare]
         flat[size : 2 * size] = array("i", [first + depth for depth in depths])
         lines = self._lines([*rows.parents, *[ROOT] * spare], depths)
-        at = 2 * size
-        for depth, line in zip_longest(depths, lines, fillvalue=()):
-            flat[at : at + 3 + len(line)] = array("i", [first, len(lines), depth, *line])
+        heads = self._heads
+        heads[:, 0], heads[:, 1], heads[:, 2] = first, len(lines), depths
+        at = 2 * size + 3
+        for line in lines:
+            flat[at : at + len(line)] = array("i", line)
             at += self._width
         if self.moves_at_most:
             still = [0] * (self.moves_at_most - len(moves))

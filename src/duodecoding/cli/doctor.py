@@ -48,6 +48,7 @@ def doctor(
         "cores": machine.cores(),
         "memory": machine.memory(),
         "devices": machine.devices(),
+        "draft_engine": machine.draft_engine(),
         "bandwidth": machine.bandwidth(config.threads),
     }
     facts["outlook"] = machine.outlook(
@@ -102,6 +103,7 @@ def _print(facts: dict[str, Any], terminal: Terminal) -> None:
         "memory": f"{in_words(memory['total_bytes'])}" + _memory_detail(memory),
         "GPU, llama.cpp": "yes, see --gpu-layers" if devices["llama_cpp_gpu_offload"] else "no, this build runs on the CPU only",
         "GPU, torch": _cuda_line(devices["cuda"]),
+        "drafts run on": _draft_engine_line(facts["draft_engine"]),
         "copying": _bandwidth_line(facts["bandwidth"]),
     }
     terminal.pairs(rows)
@@ -110,6 +112,12 @@ def _print(facts: dict[str, Any], terminal: Terminal) -> None:
         terminal.pairs(_model_rows(facts["model"]))
     terminal.heading("\nSpeculation")
     terminal.say_line(facts["outlook"])
+
+
+def _draft_engine_line(found: dict[str, str]) -> str:
+    if found["engine"] == "native":
+        return "our own engine, built for this processor (drafts that it cannot read: llama.cpp)"
+    return f"llama.cpp, several times slower than our own engine, which cannot be built: {found['why']}"
 
 
 def _memory_detail(memory: dict[str, int | None]) -> str:

@@ -45,6 +45,18 @@ def cores() -> dict[str, int]:
     return {"physical": physical_cores(), "logical": logical, "allowed": allowed}
 
 
+def draft_engine() -> dict[str, str]:
+    """Who runs drafts here: "native", or "llamacpp" and `why`."""
+    from duodecoding.backends import native
+    from duodecoding.errors import BackendMissing
+
+    try:
+        native.library()
+    except BackendMissing as error:
+        return {"engine": "llamacpp", "why": error.why}
+    return {"engine": "native", "why": ""}
+
+
 def memory() -> dict[str, int | None]:
     """Bytes. `limit`: what this process's control group allows, if it is bounded."""
     facts = {}
