@@ -24,7 +24,7 @@ from duodecoding.backends.llamacpp_draft import LlamaDraft
 from duodecoding.backends.native_draft import NativeDraft
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
-from duodecoding.errors import BackendMissing, Interrupted, ModelUnreadable
+from duodecoding.errors import BackendFailure, BackendMissing, Interrupted, ModelUnreadable
 from duodecoding.sampling import Sampler
 from duodecoding.tree import ROOT
 from duodecoding.types import EngineConfig, SamplingParams
@@ -37,6 +37,11 @@ KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 def tokens_of(draft: Draft, count: int) -> list[int]:
     text = draft.vocabulary.tokenize(TEXT, special=False, bos=False)
     return (text * (count // len(text) + 1))[:count]
+
+
+def read_all(draft: Draft) -> None:
+    while draft.read():
+        pass
 
 
 def alike(row: np.ndarray, right: np.ndarray) -> bool:
@@ -230,6 +235,25 @@ def test_a_long_prompt_is_read_in_chunks(draft: NativeDraft, reference: Referenc
     draft.open(prompt)
     (row,) = draft.expand([Leaf(-399, None, prompt[-1], 399)])  # not asked to read before
     assert alike(row, right)
+
+
+def test_what_is_not_there_is_refused(draft: NativeDraft, embedded: Path) -> None:
+    """Memory beyond the model's is never touched."""
+    vocabulary, last = draft.vocabulary.size, draft.context - 1
+    prompt = tokens_of(draft, last + 1)
+    for tokens in ([vocabulary, 5], [-1, 5], [*prompt, 5, 6, *[7] * 16]):
+        draft.open(tokens)
+        with pytest.raises(BackendFailure, match="cannot take this step"):
+            read_all(draft)
+    draft.open(prompt)
+    draft.expand([Leaf(1, None, prompt[-1], last)])
+    with pytest.raises(BackendFailure, match="cannot take this step"):
+        draft.expand([Leaf(2, 1, 5, draft._room)])
+    trimmed = NativeDraft(embedded, context=256, threads=1)
+    trimmed.open([5, trimmed.vocabulary.size, 6])
+    with pytest.raises(BackendFailure, match="cannot take this step"):
+        trimmed.read()
+    trimmed.close()
 
 
 # Guesses

@@ -34,6 +34,7 @@
 #define ARENA ((size_t)32 << 20)
 #define MOST_ARENAS 1024
 #define WIDEST_HEAD 256
+#define MOST_ANCESTORS 1024
 #define LIKELY 10.0f       /* below the largest logit; what lies deeper has no chance */
 #define NOTED 2048        /* likely tokens that one thread notes of a row; of more only the better ones */
 #define MOST_THREADS 256
@@ -632,7 +633,7 @@ static void combine(duo_model *m, layer *l, int row, int h) {
     float *to = m->attended + ((size_t)row * m->heads + h) * head;
     const int from = m->work.starts[row], count = m->work.starts[row + 1] - from;
     const int32_t *nodes = m->work.ancestors + from;
-    float score[1024], most = HARDLY, total = 0;
+    float score[MOST_ANCESTORS], most = HARDLY, total = 0;
     for (int i = 0; i < count; i++) {
         const float *k = l->tree_keys + ((size_t)kv * m->nodes + nodes[i]) * head;
         vf s = all(0);
@@ -937,12 +938,26 @@ int duo_start(duo_model *m, int threads, int spin_microseconds) {
 /* While the first byte of `flag` is not 0 a step ends early. */
 void duo_stop_on(duo_model *m, const char *flag) { m->flag = flag; }
 
+static int outside(int32_t value, int32_t end) { return value < 0 || value >= end; }
+
+/* Does anything lie where there is no room? */
+static int is_wrong(const duo_model *m, int rows, int outputs, int begin, const int32_t *tokens, const int32_t *positions,
+                    const int32_t *places, const int32_t *ends, const int32_t *starts, const int32_t *ancestors) {
+    int wrong = rows < 1 || rows > MOST_ROWS || outside(outputs, rows + 1) || outside(begin, m->context);
+    for (int i = 0; i < rows && !wrong; i++)
+        wrong = outside(tokens[i], m->vocabulary) || outside(positions[i], m->context) || outside(places[i], m->context + m->nodes) ||
+                outside(ends[i], m->context + 1) || outside(starts[i + 1] - starts[i], MOST_ANCESTORS + 1);
+    for (int i = 0; !wrong && i < starts[rows]; i++) wrong = outside(ancestors[i], m->nodes);
+    return wrong;
+}
+
 /* A step over `rows` tokens. `places`: where a row's key goes: its position in the trunk, or context + node. A row sees the trunk
    from `begin` to its end, and the nodes ancestors[starts[row]] to ancestors[starts[row + 1]], itself among them if it is in the
-   tree. Logits (outputs, vocabulary) of the last rows. 0: done, 1: broken off, 2: no memory. */
+   tree. Logits (outputs, vocabulary) of the last rows. 0: done, 1: broken off, 2: no memory, 3: not possible. */
 int duo_step(duo_model *m, int rows, int outputs, int begin, const int32_t *tokens, const int32_t *positions, const int32_t *places,
              const int32_t *ends, const int32_t *starts, const int32_t *ancestors, float *logits) {
     int last = 0;
+    if (is_wrong(m, rows, outputs, begin, tokens, positions, places, ends, starts, ancestors)) return 3;
     for (int i = 0; i < rows; i++) last = ends[i] > last ? ends[i] : last;
     const int low = begin / LANES * LANES, stretches = rows > FEW || last <= low ? 1 : (last - low + STRETCH - 1) / STRETCH;
     const size_t needed = (size_t)rows * m->heads * stretches * (2 + m->head);

@@ -31,6 +31,7 @@ LANES = 16
 FEW = 16  # outputs whose likely tokens are noted beside the logits
 AWAKE = 2000  # microseconds that threads look for more work before they sleep: a round of a large target has gaps as long
 GREEDY = SamplingParams()
+STOPPED, IMPOSSIBLE = 1, 3  # what `duo_step` returns
 KINDS = frozenset(BLOCK_BYTES)
 
 
@@ -199,7 +200,7 @@ class NativeDraft:
 
     def _known(self, tokens: Sequence[int]) -> Sequence[int]:
         reads = self._reads
-        return tokens if reads is None else [reads[token] for token in tokens]
+        return tokens if reads is None else [reads[token] if 0 <= token < len(reads) else -1 for token in tokens]
 
     def _step(self, rows: int, outputs: int) -> None:
         if outputs > len(self._logits):
@@ -211,9 +212,11 @@ class NativeDraft:
             batch, batch + width, batch + 2 * width, batch + 3 * width,
             self._starts.ctypes.data, self._ancestors.ctypes.data, self._logits.ctypes.data,
         )  # fmt: skip
-        if code == 1:
+        if code == STOPPED:
             self._flag[0] = b"\0"
             raise Interrupted("the step was stopped")
+        if code == IMPOSSIBLE:
+            raise BackendFailure("our own draft engine cannot take this step", "a token or a position is not there")
         if code:
             raise _no_memory()
 
