@@ -342,6 +342,19 @@ def test_the_engine_can_be_chosen(embedded: Path) -> None:
         draft.close()
 
 
+@pytest.mark.parametrize(
+    ("mode", "gpu_layers", "awake"), [("duo", 0, 0.002), ("lockstep", 0, 0.002), ("chain", 0, 0.00005), ("serial", -1, 0.03)]
+)
+def test_how_long_threads_stay_awake(
+    embedded: Path, monkeypatch: pytest.MonkeyPatch, mode: str, gpu_layers: int, awake: float
+) -> None:
+    """Through a pass of a GPU; not while the target wants their cores."""
+    given: dict[str, float] = {}
+    monkeypatch.setattr(native_draft, "NativeDraft", lambda path, **options: given.update(options))
+    load_draft(embedded, EngineConfig(mode=mode, gpu_layers=gpu_layers))  # type: ignore[arg-type]
+    assert given["awake"] == awake
+
+
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setenv("DUO_CACHE", str(tmp_path / "cache"))

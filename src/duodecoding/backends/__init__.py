@@ -8,7 +8,9 @@ from pathlib import Path
 
 from duodecoding.backends.base import Draft, Target, Vocabulary
 from duodecoding.errors import BackendMissing, UsageError
-from duodecoding.types import EngineConfig
+from duodecoding.types import EngineConfig, Mode
+
+BESIDE_GPU, BESIDE_TARGET, IN_TURN = 0.03, 0.002, 0.00005  # seconds
 
 Progress = Callable[[str, float], None]  # what is being done, share done
 
@@ -70,12 +72,20 @@ def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draf
         from duodecoding.backends.native_draft import NativeDraft
 
         try:
-            return NativeDraft(_gguf(path), context=config.ctx_size, threads=config.threads_draft or config.threads)
+            threads = config.threads_draft or config.threads
+            return NativeDraft(_gguf(path), context=config.ctx_size, threads=threads, awake=_awake(config))
         except BackendMissing:
             if config.draft_engine == "native":
                 raise
     model = LlamaModel(_gguf(path), repack=not exact)
     return LlamaDraft(model, context=config.ctx_size, threads=config.threads_draft or config.threads, exact=exact)
+
+
+def _awake(config: EngineConfig) -> float:
+    """Seconds that a draft's threads look for more work: through a pass on the GPU; hardly where the target wants their cores."""
+    if config.gpu_layers != 0:
+        return BESIDE_GPU
+    return BESIDE_TARGET if config.mode in (Mode.LOCKSTEP, Mode.DUO) else IN_TURN
 
 
 def _gguf(path: Path) -> Path:

@@ -29,7 +29,6 @@ ROWS = 256  # tokens of a step at most
 NODES = 256  # of a tree, expanded: more than one round of a large target sees
 LANES = 16
 FEW = 16  # outputs whose likely tokens are noted beside the logits
-AWAKE = 2000  # microseconds that threads look for more work before they sleep: a round of a large target has gaps as long
 GREEDY = SamplingParams()
 STOPPED, IMPOSSIBLE = 1, 3  # what `duo_step` returns
 KINDS = frozenset(BLOCK_BYTES)
@@ -38,7 +37,10 @@ KINDS = frozenset(BLOCK_BYTES)
 class NativeDraft:
     """The model that guesses, without llama.cpp but for its tokenizer."""
 
-    def __init__(self, path: Path, *, context: int, threads: int = 0, library: ctypes.CDLL | None = None) -> None:
+    def __init__(
+        self, path: Path, *, context: int, threads: int = 0, awake: float = 0.002, library: ctypes.CDLL | None = None
+    ) -> None:
+        """`awake`: seconds that threads look for more work before they sleep. To wake them takes long once cores are at rest."""
         file = GgufFile(path)
         check(file)
         self._words = LlamaModel(path, vocabulary_only=True)
@@ -49,7 +51,7 @@ class NativeDraft:
         self.context = usable_context(self._words, context)
         self.room, self.most_leaves, self.hottest = NODES, FEW, 1.0
         self._library, self._file = library or native.library(), file
-        self._model = self._load(file, threads or physical_cores())
+        self._model = self._load(file, threads or physical_cores(), round(1e6 * awake))
         self._tokens: list[int] = []
         self._unread = 0  # committed tokens at the beginning that are left out
         self._cached = 0  # committed tokens behind which the trunk ends
@@ -65,7 +67,7 @@ class NativeDraft:
         self._params, self._sampling = GREEDY, _sampling(GREEDY)
         self._flag: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(1)
 
-    def _load(self, file: GgufFile, threads: int) -> int:
+    def _load(self, file: GgufFile, threads: int, awake: int) -> int:
         shape, library = Shape(file), self._library
         self._vocab = shape.vocabulary
         self._room = -(-self.context // LANES) * LANES  # positions of the trunk
@@ -86,7 +88,7 @@ class NativeDraft:
         fine = fine and library.duo_norms(model, -1, last.ctypes.data, last.ctypes.data)
         words = tensors["token_embd.weight"]
         fine = fine and self._hand_over(model, -1, 0, tensors.get("output.weight", words))
-        if not fine or not library.duo_start(model, threads, AWAKE):
+        if not fine or not library.duo_start(model, threads, awake):
             library.duo_free(model)
             raise _no_memory()
         assert words.data is not None
