@@ -438,7 +438,7 @@ def test_the_yardsticks_at_their_best(pair, tmp_path, monkeypatch):
     run = played(plan, tmp_path / "out")
     (note,) = run.journal.of("tuned")
     assert note["mode"] == "chain"
-    assert list(note["tokens_per_second"]) == ["1", "2", "3", "4", "5", "6"]
+    assert list(note["tokens_per_second"]) == ["1", "2", "3", "4", "5", "6", "8"]
     assert note["chosen"]["draft_length"] == 3
     assert note["questions"] == ["chat 9", "qa 9"]
     chains = [a for a in run.journal.answers if a.who == "chain"]
