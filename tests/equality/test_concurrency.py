@@ -166,7 +166,7 @@ class Disturbed:
         return right
 
     def _disturbed(self, leaves: Sequence[Leaf]) -> list[Row]:
-        timer = threading.Timer(self._chance.random() * 0.008, self._flag.__setitem__, (0, 1))
+        timer = threading.Timer(self._chance.random() * 0.002, self._flag.__setitem__, (0, 1))
         timer.start()
         try:
             return self._other.expand(leaves)
