@@ -1,4 +1,4 @@
-"""The draft on our own engine: a small Llama whose step takes tens of microseconds where llama.cpp takes a millisecond.
+"""The draft on our own engine: a small Llama whose step takes a half to a third of what llama.cpp needs.
 
 Committed tokens have their keys and values in "the trunk", by position; an expanded node has a place in "the tree" and knows its
 ancestors there. Committing a path copies a few rows from one to the other.
@@ -279,7 +279,7 @@ def _why_not(file: GgufFile) -> str:
         return "it has experts or scaled positions"
     kinds = sorted({tensor.kind for tensor in tensors.values()} - KINDS)
     if kinds:
-        return f"its weights are of type {kinds[0]} (F32, F16, BF16, Q8_0 and Q4_0 it could read)"
+        return f"its weights are of type {kinds[0]} (F32, F16, BF16, Q8_0, Q4_0 and Q4_1 it could read)"
     return _why_not_shape(Shape(file), values)
 
 
