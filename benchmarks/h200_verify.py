@@ -38,8 +38,6 @@ REPEATS = 30
 PROMPT = 4096  # tokens, for the time to the first one
 DEVICE = torch.device("cuda", 0)
 # Columns, inner steps, warps, stages of `torch_kernels.linear`; each is tried with several splits.
-TILES = ((64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 6), (32, 128, 4, 5), (32, 256, 4, 3), (128, 128, 8, 3))
-SPLITS = (1, 2, 4, 8)
 
 
 class Numbers:
@@ -181,67 +179,6 @@ def rounds(target: TorchTarget, guesses: list[PassNode], context: int, count: in
     return {name: round(value, 3) for name, value in numbers.items()}
 
 
-def tune(shapes: list[rig.Shape], vocab: int) -> dict[str, Any]:
-    """Time of every tile and split for the shapes' matrices at 1 and 64 rows; keeps the best of each."""
-    found = {}
-    matrices = {
-        (n, k)
-        for s in shapes
-        for n, k in (
-            ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
-            (s.hidden, s.heads * s.head_dim),
-            (2 * s.mlp, s.hidden),
-            (s.hidden, s.mlp),
-            (vocab, s.hidden),
-        )
-    }
-    for n, k in sorted(matrices):
-        copies = max(2, -(-300_000_000 // (2 * n * k)))  # more than the cache holds
-        weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(copies)]
-        times = {}
-        for columns, inner, warps, stages in TILES:
-            for splits in SPLITS:
-                plan = (columns, inner, splits, warps, stages)
-                torch_kernels.PLANS[n, k] = plan
-                times[plan] = [_linear_ms(rows, k, weights) for rows in (1, 64)]
-        best = min(times, key=lambda plan: sum(times[plan]))
-        torch_kernels.PLANS[n, k] = best
-        library = [_library_ms(rows, k, weights) for rows in (1, 64)]
-        floor = 2 * n * k / 4.3e12 * 1e3
-        ranking = sorted(times, key=lambda plan: sum(times[plan]))[:4]
-        found[f"{n}x{k}"] = {
-            "floor_ms": round(floor, 4),
-            "library_ms": [round(t, 4) for t in library],
-            "best": [[*plan, *(round(t, 4) for t in times[plan])] for plan in ranking],
-        }
-        print(n, k, json.dumps(found[f"{n}x{k}"]), flush=True)
-    return found
-
-
-def _linear_ms(rows: int, k: int, weights: list[torch.Tensor]) -> float:
-    x = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16)
-    try:
-        return _graph_ms(lambda w: torch_kernels.linear(x, w), weights)
-    except Exception as error:  # a tile that does not fit into shared memory
-        print("skipped", type(error).__name__, flush=True)
-        return 1e3
-
-
-def _library_ms(rows: int, k: int, weights: list[torch.Tensor]) -> float:
-    x = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16)
-    return _graph_ms(lambda w: torch.nn.functional.linear(x, w), weights)
-
-
-def _graph_ms(work: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -> float:
-    for weight in weights:
-        work(weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weight in weights:
-            work(weight)
-    return gpu_ms(graph.replay, 10) / len(weights)
-
-
 def profile(target: TorchTarget, n: int, context: int) -> dict[str, list[float]]:
     """Where the time of a pass goes: calls and microseconds a pass, by kernel."""
     captured = target._runner._captured
@@ -337,7 +274,6 @@ def arguments() -> Any:
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--kernels", choices=("own", "library"), default="own")
-    parser.add_argument("--tune", action="store_true", help="time all tiles first and use the best")
     parser.add_argument("--profile", action="store_true", help="also the time of each kernel")
     parser.add_argument("--no-eager", action="store_true", help="skip eager transformers")
     parser.add_argument("--out", default="", help="name of the result file")
@@ -352,8 +288,6 @@ def main() -> None:
     results: dict[str, Any] = {"gpu": machine(), "rows_independent": check_rows() | check_attention()}
     print(results, flush=True)
     shape, source = rig.SHAPES[options.shape], rig.read_gguf(options.source)
-    if options.tune:
-        results["tiles"] = tune([shape], source.vocab)
     rate = bandwidth()
     torch.cuda.empty_cache()
     model = rig.build(shape, DEVICE, torch.bfloat16, source)

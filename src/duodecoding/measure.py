@@ -5,6 +5,7 @@ Profiles are kept per machine, models and settings, in the user's cache folder.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -30,11 +31,13 @@ from duodecoding.costs import CostCurve, Floor, Profile, fit, from_record, to_re
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
-from duodecoding.tree import ROOT, PassNode
+from duodecoding.tree import ROOT, Node, PassNode, Proposal
 from duodecoding.types import EngineConfig, SamplingParams
+from duodecoding.wire import Nodes, main_side, worker_side
 
 Progress = Callable[[str, float], None]  # what is being done, share done
 Clock = Callable[[], float]
+Tell = Callable[[Sequence[Proposal], Sequence[Node]], None]  # guesses of the last step, leaves of the next
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens in a pass
 QUICK_NODES = (1, 2, 4, 8)
@@ -84,7 +87,7 @@ def measure(
     target_prompt = _target_prompt(target, contexts[-1], clock)
     draft_prompt = _draft_prompt(draft, min(contexts[-1], draft.context - 1), clock) if draft is not None else target_prompt
     progress("draft steps", (steps - 2) / steps)
-    samples = draft_samples(draft, contexts[0], widths, repeats, clock, params) if draft is not None else ()
+    samples = beside_samples(draft, contexts[0], widths, repeats, clock, params) if draft is not None else ()
     drafted = fit(list(samples)) if draft is not None else CostCurve(verify[contexts[0]].points)
     in_turn = fit(list(turn_samples(target, draft, contexts[0], widths, repeats, clock, params))) if draft is not None else None
     progress("messages", (steps - 1) / steps)
@@ -167,6 +170,45 @@ def _prompt(vocabulary: Vocabulary, length: int, *, backwards: bool = False) -> 
 # The draft
 
 
+class Telling:
+    """What a draft worker does between two steps: it sends its guesses and looks for messages."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair()
+        self._worker, self._engine = worker_side(here), main_side(there)
+
+    def __call__(self, grown: Sequence[Proposal], leaves: Sequence[Node]) -> None:
+        nodes = [proposal[:4] for proposal in grown]
+        self._worker.send(Nodes(1, nodes, len(leaves), 0.0, 0, time.monotonic(), [leaf.key for leaf in leaves]))
+        self._worker.receive()
+
+    def heard(self) -> None:
+        self._engine.receive()
+
+    def close(self) -> None:
+        self._worker.close()
+        self._engine.close()
+
+
+def beside_samples(
+    draft: Draft, context: int, widths: Sequence[int], repeats: int, clock: Clock, params: SamplingParams
+) -> Iterator[tuple[int, float]]:
+    """(leaves in the step, seconds) as in a worker beside the target."""
+    with contextlib.closing(Telling()) as tell:
+        yield from draft_samples(draft, context, widths, repeats, clock, params, tell.heard, tell)
+
+
+def turn_samples(
+    target: Target, draft: Draft, context: int, widths: Sequence[int], repeats: int, clock: Clock, params: SamplingParams
+) -> Iterator[tuple[int, float]]:
+    """The same in turn, with a pass of the target before every few steps: meanwhile the draft's threads sleep and its caches grow
+    cold."""
+    conversation = target.open(_prompt(target.vocabulary, context), params)
+    _round(target, conversation, 1, clock)  # reads the prompt
+    narrow = [width for width in widths if width <= WIDEST_IN_TURN] or widths[:1]
+    return draft_samples(draft, context, narrow, repeats, clock, params, lambda: _round(target, conversation, 1, clock))
+
+
 def draft_samples(
     draft: Draft,
     context: int,
@@ -174,45 +216,39 @@ def draft_samples(
     repeats: int,
     clock: Clock,
     params: SamplingParams,
-    between: Callable[[], object] = lambda: None,
+    between: Callable[[], object],
+    tell: Tell = lambda grown, leaves: None,
 ) -> Iterator[tuple[int, float]]:
-    """(leaves in the step, seconds), our own work on the guesses included: a few steps of each width, in turn so that a busy moment
-    of the machine hits all of them. `between` comes before every few steps."""
+    """Our own work on the guesses included: a few steps of each width, in turn so that a busy moment of the machine hits all of
+    them. `between` comes before every few steps, `tell` in each."""
     drafter = ModelDrafter(draft)
     prompt = _prompt(draft.vocabulary, min(context, draft.context // 2))
     for turn in range(repeats + 1):
         for width in widths:
-            steps = _steps(drafter, prompt, params, width, clock)
+            steps = _steps(drafter, prompt, params, width, clock, tell)
             next(steps, None)  # a tree as wide as that
             between()
             if (some := list(islice(steps, IN_TURN))) and turn > 0:  # the first ones may set something up
                 yield width, statistics.mean(some)
 
 
-def turn_samples(
-    target: Target, draft: Draft, context: int, widths: Sequence[int], repeats: int, clock: Clock, params: SamplingParams
-) -> Iterator[tuple[int, float]]:
-    """The same with a pass of the target before every few steps: meanwhile the draft's threads sleep and its caches grow cold."""
-    conversation = target.open(_prompt(target.vocabulary, context), params)
-    _round(target, conversation, 1, clock)  # reads the prompt
-    narrow = [width for width in widths if width <= WIDEST_IN_TURN] or widths[:1]
-    return draft_samples(draft, context, narrow, repeats, clock, params, lambda: _round(target, conversation, 1, clock))
-
-
-def _steps(drafter: ModelDrafter, prompt: Sequence[int], params: SamplingParams, width: int, clock: Clock) -> Iterator[float]:
+def _steps(
+    drafter: ModelDrafter, prompt: Sequence[int], params: SamplingParams, width: int, clock: Clock, tell: Tell
+) -> Iterator[float]:
     """Seconds of steps with exactly `width` leaves, as long as a tree has any. A full tree makes room for another."""
     while True:
         drafter.open(prompt, params, BestFirst(width, branching=BRANCHING))
         while drafter.read():
             pass
-        before = 0
+        before, start = 0, clock()
+        grown: list[Proposal] = []
         while leaves := drafter.next_leaves():
-            start = clock()
-            drafter.grow(leaves)
-            seconds = clock() - start
+            tell(grown, leaves)
+            grown = drafter.grow(leaves)
             if len(leaves) == width and leaves[0].parent is not None:  # the root may have more to read than itself
                 before += 1
-                yield seconds
+                yield clock() - start
+            start = clock()
         if not before:
             return  # never so wide: too few guesses
 

@@ -299,12 +299,14 @@ class Simulation:
             begin = self.now
             drafted, cost = self._chains(drafter) if drafter is not None and begin >= self._draft_ready else ([], 0.0)
             self._pass(core, work)
+            ended, own = self.passes[-1][1], self.now - self.passes[-1][1]
             gained = self._commit(core, work)
             core.nodes_arrived(drafted)
             guess_for_free(core, self.free)
-            self.tally.hidden += min(cost, self.now - begin)
+            self.tally.hidden += min(cost, ended - begin)
             if drafter is not None:
-                self.now = max(self.now, begin + cost) + profile.latency
+                drafted_by = begin + cost + 2 * profile.latency  # it hears of the last round, and its guesses are heard
+                self.now = max(ended, drafted_by) + own
                 drafter.commit(gained)
 
     def _chains(self, drafter: ModelDrafter) -> tuple[list[Proposal], float]:

@@ -75,7 +75,8 @@ class Session:
         self._root = 0  # position of the last committed token
         self._grow = self._reading = self._told = False
         self._grown: list[Proposal] = []  # by the last step, not sent yet
-        self._width, self._seconds = 0, 0.0  # of that step
+        self._width = 0  # of that step
+        self._since = 0.0  # when what the next message reports began
 
     def run(self, secret: str = "") -> None:
         """Serve until the engine closes or vanishes."""
@@ -174,10 +175,9 @@ class Session:
             return True  # the commit that came with it says how to go on
 
     def _read(self) -> bool:
-        start = time.monotonic()
+        self._since = time.monotonic()
         self._reading = self._drafter.read()
-        self._seconds = time.monotonic() - start
-        self._tell([], done=False)
+        self._tell([], done=False, read=True)
         return True
 
     def _begin(self, leaves: Sequence[Node]) -> bool:
@@ -186,17 +186,18 @@ class Session:
             self._tell([leaf.key for leaf in leaves], done=not leaves)
         self._told = not leaves
         if leaves:
-            start = time.monotonic()
             self._grown = self._drafter.grow(leaves)
-            self._width, self._seconds = len(leaves), time.monotonic() - start
+            self._width = len(leaves)
         return bool(leaves)
 
-    def _tell(self, expanding: list[int], *, done: bool) -> None:
+    def _tell(self, expanding: list[int], *, done: bool, read: bool = False) -> None:
+        """A step takes from one message to the next: with the choice of its leaves, and what came meanwhile."""
         nodes: list[WireNode] = [proposal[:4] for proposal in self._grown]
         assert self._answer is not None
         now = time.monotonic()
-        self._connection.send(Nodes(self._answer, nodes, self._width, self._seconds, self._root, now, expanding, done))
-        self._grown, self._width, self._seconds = [], 0, 0.0
+        seconds = now - self._since if self._width or read else 0.0
+        self._connection.send(Nodes(self._answer, nodes, self._width, seconds, self._root, now, expanding, done))
+        self._grown, self._width, self._since = [], 0, now
 
 
 def serve(

@@ -14,6 +14,7 @@ every sum are fixed by the model's shape:
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,8 @@ WIDEST = 64  # (row, query head) pairs of one program of `_partial`
 LINES = 8  # lines of the table at work at once, for each key head; trees seldom have more
 SHORT = 1024  # slots up to which a single row's blocks are spread over as many programs as there are
 MULTIPROCESSORS = 120  # about as many as a large GPU has; the same everywhere, so that results are
+SPARE = 12  # more of them on an H200
+MOST_TOGETHER = 3  # programs on a multiprocessor
 SMALLEST_ROOM = 101_376  # bytes of shared memory that every GPU with bfloat16 has
 LARGE_HEADS = 168_000  # bytes for attention with heads of 256 numbers and three loads under way
 LOG2E = 1.4426950408889634
@@ -234,21 +237,40 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(out + (row * tl.num_programs(1) + query) * SIZE + inner, (acc / mass[:, None]).to(out.dtype.element_ty))
 
 
-def linear_plan(n: int, k: int) -> tuple[int, int, int, int, int]:
-    """Tile and split of a matrix (n, k), from its shape alone: columns, inner steps, splits, warps, stages."""
-    columns, inner = (128, 64) if n > 8192 else (64, 128)
+def linear_plan(n: int, k: int) -> tuple[int, int, int]:
+    """Tile and split of a matrix (n, k), from its shape alone: columns, inner steps, splits. `benchmarks/h200_products.py`."""
+    columns, inner = (128, 64) if n > 16384 else (64, 128)
+    splits = _splits(n, k, columns, MULTIPROCESSORS, least=1024)
+    if -(-n // columns) * splits > MULTIPROCESSORS + SPARE and k > 2 * n:  # few long rows: more programs even out
+        columns, inner = 128, 64
+        splits = _splits(n, k, columns, 2 * MULTIPROCESSORS, least=1536)
+    return columns, inner, splits
+
+
+def _splits(n: int, k: int, columns: int, programs: int, least: int) -> int:
     splits = 1
-    while -(-n // columns) * splits < MULTIPROCESSORS and k // (2 * splits) >= 1024:
+    while -(-n // columns) * splits < programs and k // (2 * splits) >= least:
         splits *= 2
-    return columns, inner, splits, 4, 4
+    return splits
 
 
 @cache
-def _room(device: torch.device) -> int:
-    """Bytes of shared memory for a program: 227 KB on an H200, 99 on a GPU at home."""
+def _device(device: torch.device) -> tuple[int, int]:
+    """Bytes of shared memory for a program, 227 KB on an H200, 99 on a GPU at home; and multiprocessors."""
     if device.type != "cuda":  # Triton's interpreter
-        return SMALLEST_ROOM
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SMALLEST_ROOM))
+        return SMALLEST_ROOM, MULTIPROCESSORS
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", SMALLEST_ROOM)), int(found.multi_processor_count)
+
+
+def _stages(programs: int, size: int, device: torch.device) -> int:
+    """Loads of `size` bytes that a program has under way. The result is the same; but if the programs can all be at work at once,
+    or two on each multiprocessor where they are many, they should have the room for it."""
+    room, processors = _device(device)
+    together = -(-programs // processors)
+    together = together if together <= MOST_TOGETHER else 2
+    stages = max(3, min(6 - together, room // together // size))
+    return max(1, min(stages, room // size))
 
 
 def _tile(rows: int, most: int) -> int:
@@ -256,7 +278,7 @@ def _tile(rows: int, most: int) -> int:
     return TILE if rows <= 2 * TILE else min(max(64, triton.next_power_of_2(rows)), most)
 
 
-PLANS: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}  # measured ones; they override the rule
+PLANS: dict[tuple[int, int], tuple[int, int, int]] = {}  # measured ones; they override the rule
 
 
 @torch.library.custom_op("duodecoding::linear", mutates_args=())
@@ -267,16 +289,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, exact: bool = True) -> torch.T
     """
     rows, k = x.shape
     n = weight.shape[0]
-    columns, inner, splits, warps, stages = PLANS.get((n, k)) or linear_plan(n, k)
+    columns, inner, splits = PLANS.get((n, k)) or linear_plan(n, k)
     per_split = -(-k // (splits * inner)) * inner
-    tile = _tile(rows, 128)
-    while stages > 1 and stages * 2 * (tile + columns) * inner > _room(x.device):
-        stages -= 1  # loads under way; the result is the same
+    tile = TILE if rows <= TILE else _tile(max(rows, 64), 128)  # two of TILE rows take longer than one of 64
     out = torch.empty((splits, rows, n), dtype=_kind(x, splits, exact), device=x.device)
     grid = (-(-rows // tile), -(-n // columns), splits)
     even = n % columns == 0 and per_split * splits == k
     sizes: dict[str, Any] = {"M": tile, "N": columns, "K": inner, "EVEN": even}
-    _linear[grid](x, weight, out, rows, n, k, per_split, **sizes, num_warps=warps, num_stages=stages)
+    stages = _stages(math.prod(grid), x.element_size() * (tile + columns) * inner, x.device)
+    _linear[grid](x, weight, out, rows, n, k, per_split, **sizes, num_warps=4, num_stages=stages)
     return out
 
 
@@ -336,7 +357,7 @@ def tree_attention(
     numbers = (rows, table.shape[1], q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), scale * LOG2E, splits, blocks)
     # No multiplication joined with an addition but those written so: which ones would be is the compiler's choice.
     common: dict[str, Any] = {"GROUPS": groups, "SIZE": size, "B": BLOCK, "enable_fp_fusion": False}
-    stages = 3 if size <= 128 or _room(q.device) > LARGE_HEADS else 1
+    stages = 3 if size <= 128 or _device(q.device)[0] > LARGE_HEADS else 1
     wide: dict[str, Any] = {"M": tile, "S": written, "LINES": lines, "num_warps": tile // TILE, "num_stages": stages}
     _partial[(shared_heads, lines + splits * tiles)](q, keys, values, table, *parts, *numbers, tiles, **common, **wide)
     one: dict[str, Any] = {"S": SPLIT, "WRITTEN": written, "num_warps": 1}
