@@ -27,6 +27,7 @@ from duodecoding import LLM, EngineConfig, SamplingParams
 from duodecoding.backends.torch_slots import CacheShape
 from duodecoding.errors import OutOfMemory
 
+LEFT = 8e6  # bytes for a pass, when somebody else has the rest
 SLACK = 64e6  # bytes that libraries keep for themselves once they have been used
 
 
@@ -76,6 +77,26 @@ def refused(source: Path, room: float, context: int) -> dict[str, Any]:
     return found | {"gone_mb": (before - free()) / 1e6}
 
 
+def in_a_pass(source: Path, context: int) -> dict[str, Any]:
+    """A model that was loaded with room enough, then somebody else takes the rest of the card: a long prompt fails, and is served
+    once the card is free again."""
+    before = free()
+    found: dict[str, Any] = {"said": "nothing"}
+    prompt, four = [5] * (context - 40), SamplingParams(max_tokens=4, ignore_eos=True)
+    with LLM.from_config(config(source, context)) as llm:
+        found["short_prompt_served_before"] = served(llm)
+        block = but(LEFT)
+        try:
+            llm.generate(prompt, four)
+        except OutOfMemory as error:
+            found["said"] = str(error)
+        found["short_prompt_served_meanwhile"] = served(llm)
+        del block
+        torch.cuda.empty_cache()
+        found["served_afterwards"] = len(llm.generate(prompt, four).token_ids) == 4
+    return found | {"left_behind_mb": (before - free()) / 1e6}
+
+
 def torch_bytes(source: Path, context: int) -> float:
     """Weights and KV cache, which are asked for before anything is loaded."""
     weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
@@ -113,6 +134,8 @@ def cases(source: Path) -> dict[str, Any]:
         case = refused(source, room, context)
         found["refused"][f"{room / 1e6:.0f} MB, context {context}"] = case
         print(f"{time.monotonic() - start:.0f} s", room, context, case, flush=True)
+    found["in a pass"] = in_a_pass(source, 8192)
+    print(found["in a pass"], flush=True)
     with LLM.from_config(config(source, 512)) as llm:
         found["served afterwards"] = served(llm)
     found["nothing left behind"] = all(abs(case["left_behind_mb"]) * 1e6 < SLACK for case in found["refused"].values())
