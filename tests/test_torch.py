@@ -23,7 +23,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 from workers import engine  # noqa: E402
 
 from duodecoding import LLM, EngineConfig, Mode, SamplingParams, measure, prompts, sampling  # noqa: E402
-from duodecoding.backends import load_draft, load_target, on_gpu, read_vocabulary, torch_model, torch_sampling  # noqa: E402
+from duodecoding.backends import load_draft, load_target, on_gpu, read_vocabulary, torch_graphs, torch_model, torch_sampling  # noqa: E402
 from duodecoding.backends.torch import TorchTarget  # noqa: E402
 from duodecoding.backends.torch_choices import Chooser, Voice  # noqa: E402
 from duodecoding.backends.torch_fast import Fast, RowLinear  # noqa: E402
@@ -374,7 +374,7 @@ def test_on_equal_logits_it_chooses_as_numpy_does(
     said = random_.integers(0, vocab, 5).tolist()
     paths = [[], random_.integers(0, vocab, 1).tolist(), random_.integers(0, vocab, 2).tolist()]
     voice = Voice(params, prompt, vocab)
-    chooser = Chooser(CPU, vocab, graphs=False)
+    chooser = Chooser(CPU, vocab)
     chooser.commit(voice, said)
     choose = chooser.choose(torch.from_numpy(logits), voice, [20, 21, 22], lambda i: paths[i])
     sampler = sampling.Sampler(params, prompt, vocab)
@@ -811,3 +811,17 @@ def test_in_half_precision_guesses_do_not_change_the_answer_either() -> None:
         alone = answer(target, prompt, params)
         assert answer(target, prompt, params, alone, seed) == alone
     target.close()
+
+
+def test_a_graph_asks_for_its_memory_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = iter([100 << 20, 300 << 20])
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(rooms), 1 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    torch_graphs.demand(200 << 20, CPU)  # there is enough once torch has let go of what it keeps
+    assert emptied == [True]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 20, 1 << 30))
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        torch_graphs.demand(200 << 20, CPU)
+    assert torch_model.is_out_of_memory(error.value)
+    assert "needs 200 MiB more" in str(torch_model.out_of_memory("a pass", error.value))

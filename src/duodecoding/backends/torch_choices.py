@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from duodecoding.backends import torch_sampling
+from duodecoding.backends.torch_graphs import capture
 from duodecoding.backends.torch_sampling import History
 from duodecoding.sampling import Choice, Sampler
 from duodecoding.types import SamplingParams
@@ -86,8 +87,9 @@ class Table:
 class Chooser:
     """Samples for one voice at a time; its counts and biases are on the device."""
 
-    def __init__(self, device: torch.device, vocab: int, *, graphs: bool) -> None:
-        self._device, self._use_graphs = device, graphs
+    def __init__(self, device: torch.device, vocab: int, stream: Any = None) -> None:
+        """`stream`: for captures of graphs; None: there are none."""
+        self._device, self._stream = device, stream
         self._tables: dict[tuple[int, int], Table] = {}
         self._graphs: dict[tuple[Any, ...], Any] = {}
         self._voice: Voice | None = None
@@ -155,7 +157,7 @@ class Chooser:
             self._running.wait()
 
     def _run(self, logits: torch.Tensor, voice: Voice, table: Table, *, stays: bool) -> None:
-        if not (self._use_graphs and stays):
+        if self._stream is None or not stays:
             self._compute(logits, voice, table)
             return
         key = logits.data_ptr(), table.rows, table.depth, voice.key, bool(voice.bias)
@@ -171,10 +173,7 @@ class Chooser:
         table.found.copy_(torch_sampling.choose(logits, voice.kind, table.seed, table.positions, history, bias))
 
     def _capture(self, key: tuple[Any, ...], logits: torch.Tensor, voice: Voice, table: Table) -> Any:
-        self._compute(logits, voice, table)  # once as it is: libraries set themselves up
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._compute(logits, voice, table)
+        graph, _ = capture(lambda: self._compute(logits, voice, table), self._device, self._stream)
         while len(self._graphs) >= KEPT_GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
         self._graphs[key] = graph

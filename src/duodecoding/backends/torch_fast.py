@@ -36,7 +36,9 @@ class RowLinear(nn.Module):
         from duodecoding.backends.torch_kernels import linear
 
         parts = linear(flat, self.weight, self.bias is not None or self.out is not None)
-        y = parts.sum(0) if parts.shape[0] > 1 else parts[0]
+        y = parts[0]
+        for part in parts[1:]:  # one after the other: a sum of many would be a kernel of its own, in an order of its own
+            y = y + part
         if self.bias is not None:
             y = y + self.bias
         return y.to(self.out or x.dtype).view(*x.shape[:-1], -1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from duodecoding.backends.torch_graphs import capture
 from duodecoding.backends.torch_inputs import Inputs, Rows, Stretch
 from duodecoding.backends.torch_slots import CacheShape, Slots, tree_mask
 
@@ -19,7 +20,6 @@ CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a prompt in one pass
 PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048)  # of a GPU: longer ones keep it busy without a graph
 MEMBERS = 16  # rows in a line of the table of paths, where no kernel asks for another number
-WARM_PASSES = 2  # before a capture: kernels are compiled, libraries set themselves up
 
 Progress = Callable[[str, float], None]
 
@@ -45,7 +45,7 @@ class Runner:
         self._stretches: dict[int, Stretch] = {}
         self._captured: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._pool: Any = None
-        self._stream = torch.cuda.Stream(self.device) if self.graphs else None  # of captures: libraries keep memory for each
+        self.stream = torch.cuda.Stream(self.device) if self.graphs else None  # of captures: libraries keep memory for each
 
     def read(self, tokens: Sequence[int], start: int) -> torch.Tensor:
         """A stretch of text behind `start` committed tokens: the logits after its last token, (1, vocab)."""
@@ -126,17 +126,8 @@ class Runner:
     ) -> tuple[Any, torch.Tensor]:
         """One CUDA graph for this number of rows (of plain text: less than 0) and this much context."""
         assert self._fast is not None
-        assert self._stream is not None
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), self._fast.compiled() if compiled else nullcontext(), self.slots.unchecked():
-            for _ in range(WARM_PASSES):
-                work()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                logits = work()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        with self._fast.compiled() if compiled else nullcontext(), self.slots.unchecked():
+            graph, logits = capture(work, self.device, self.stream, self._pool)
         self._pool = self._pool or graph.pool()
         self._captured[key] = graph, logits
         return graph, logits
