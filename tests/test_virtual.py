@@ -195,6 +195,20 @@ def test_our_own_work_between_passes_is_charged():
     assert billed.seconds == pytest.approx(free.seconds + 0.0005 * free.rounds)
 
 
+@pytest.mark.parametrize("step", [0.0001, 0.002])
+def test_in_lockstep_our_own_work_comes_after_the_slower_side(step):
+    """A round waits for the budget's last step, then the tokens are taken in: neither hides the other."""
+    costs = replace(flat(0.010, step), host=CostCurve({1: 0.003}))
+    run = simulation(bench.setups("lockstep")[0], profile=costs)
+    run.run()
+    begun = [begin for begin, _, _ in run.passes]
+    steps = run.timeline.of(Lane.DRAFT, Did.STEP)
+    for begin, following in pairwise(begun):
+        drafting = sum(span.end - span.begin for span in steps if begin <= span.begin < following)
+        slower = max(0.010, drafting + 2 * costs.latency)
+        assert following - begin == pytest.approx(slower + 0.003)
+
+
 def test_guesses_that_do_not_pay_for_our_own_work_are_left_out():
     dear = replace(H200, host=CostCurve({1: 1e-5, 2: 1.0}))
     run = simulation(bench.setups("duo")[0], profile=dear, tokens=24).run()

@@ -30,7 +30,8 @@ WAIT_SLACK = 1.5  # of the time that guesses were expected in, then go on withou
 WAIT_LEAST = 0.0005  # seconds; a sleeping process needs some to wake up
 OWN_WORK = {1: 1e-4, 8: 3e-4, 64: 8e-4}  # seconds between two passes, by tokens of a pass, until rounds tell better
 SHORTEST = 1e-7  # seconds; a cost is never nothing
-LISTEN = 0.85  # of a pass; then only its end is waited for
+LISTEN = 0.98  # of a pass, less the time that a message takes; then only its end is waited for
+MESSAGE = 0.0003  # seconds
 BARRIER_SLACK = 4.0  # lockstep: of the target's pass, and at least:
 BARRIER_LEAST = 0.25  # seconds
 
@@ -354,7 +355,8 @@ class Overlap:
         if not self._target.overlaps:
             return True
         self._learn()
-        end = self._meter.pass_began + LISTEN * self._pace.costs.verify_cost(1 + len(work.nodes), self._core.tree.position)
+        expected = self._pace.costs.verify_cost(1 + len(work.nodes), self._core.tree.position)
+        end = self._meter.pass_began + max(LISTEN * expected - MESSAGE, expected / 2)
         in_time = time.perf_counter() < end
         while (left := end - time.perf_counter()) > 0 and self._take(left):
             recycle(self._core, self._free)
