@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import mmap
+import os
 import platform
 import random
+import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import tinymodels
 
-from duodecoding import models
+from duodecoding import models, remote, worker
 from duodecoding.backends import load_draft, load_target, native, native_draft
 from duodecoding.backends.base import Draft, Leaf, QuickDraft
 from duodecoding.backends.gguf_file import GgufFile
@@ -352,6 +356,29 @@ def test_how_long_threads_stay_awake(
     given: dict[str, float] = {}
     monkeypatch.setattr(native_draft, "NativeDraft", lambda path, **options: given.update(options))
     load_draft(embedded, EngineConfig(mode=mode, gpu_layers=gpu_layers))  # type: ignore[arg-type]
+    assert given["awake"] == awake
+
+
+@pytest.mark.parametrize(("gpu_layers", "awake"), [(0, 0.002), (-1, 0.03)])
+def test_a_worker_knows_whether_the_target_wants_its_cores(
+    embedded: Path, monkeypatch: pytest.MonkeyPatch, gpu_layers: int, awake: float
+) -> None:
+    """What an engine starts it with says so."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(remote, "process", commands.append)
+    remote.spawn(embedded, EngineConfig(ctx_size=256, threads=1, gpu_layers=gpu_layers))
+    given: dict[str, float] = {}
+
+    def load(_path: Path, **options: Any) -> None:
+        given.update(options)
+        raise ModelUnreadable("enough seen")
+
+    monkeypatch.setattr(native_draft, "NativeDraft", load)
+    monkeypatch.setattr(worker, "_settle", lambda options: None)
+    ours, theirs = socket.socketpair()
+    with ours, tempfile.TemporaryFile() as flag:
+        arguments = commands[0][commands[0].index("duodecoding.worker") + 1 :]
+        worker.main([*arguments, f"--fd={theirs.detach()}", f"--flag-fd={flag.fileno()}", f"--parent={os.getpid()}"])
     assert given["awake"] == awake
 
 

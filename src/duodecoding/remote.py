@@ -110,8 +110,9 @@ def spawn(path: Path, config: EngineConfig, *, cores: Sequence[int] = (), nice: 
         "--cores": ",".join(map(str, cores)),
         "--nice": str(nice),
     } | ({"--bridge": str(bridge)} if bridge is not None else {})
+    given = [f"{name}={value}" for name, value in options.items()] + (["--beside-gpu"] if config.gpu_layers != 0 else [])
     # -P: a numpy.py in the current directory is not what the worker should import.
-    return process([sys.executable, "-P", "-m", "duodecoding.worker", *(f"{name}={value}" for name, value in options.items())])
+    return process([sys.executable, "-P", "-m", "duodecoding.worker", *given])
 
 
 def process(command: Sequence[str]) -> Launch:

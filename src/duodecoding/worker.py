@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from duodecoding import backends
@@ -50,6 +51,7 @@ HANDSHAKE_SECONDS = 10.0  # a stranger who says nothing does not keep others wai
 LOOK_UP_SECONDS = 2.0  # how often an idle worker makes sure that its parent lives
 LOCAL = ("127.0.0.1", "localhost", "::1")
 PR_SET_PDEATHSIG = 1
+BESIDE_GPU = -1  # layers of the target that are not on this CPU: all
 YOUNG = 20_000  # objects that are made before Python looks for garbage: a step makes hundreds, all of which are in use
 
 
@@ -214,7 +216,7 @@ def serve(
         raise UsageError(
             f"a draft server on {host} without a secret", "anyone who can reach it could use it", "Give --secret, or use 127.0.0.1."
         )
-    draft = backends.load_draft(path, config)
+    draft = backends.load_draft(path, replace(config, gpu_layers=BESIDE_GPU))  # wherever the target is, it is not here
     try:
         with _listen(host, port) as listener:
             ready(*listener.getsockname()[:2])
@@ -265,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ctx-size", type=int, required=True)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--engine", default="auto", choices=["auto", "native", "llamacpp"])
+    parser.add_argument("--beside-gpu", action="store_true", help="the target does not want these cores: threads stay awake")
     parser.add_argument("--cores", default="", help="comma-separated; empty: any")
     parser.add_argument("--nice", type=int, default=0)
     parser.add_argument("--die-with-parent", action="store_true", help="ask the kernel for it (only from a thread that lives on)")
@@ -272,7 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _settle(options)
     connection = worker_side(socket.socket(fileno=options.fd))
     try:
-        config = EngineConfig(ctx_size=options.ctx_size, threads=options.threads, draft_engine=options.engine)
+        gpu = BESIDE_GPU if options.beside_gpu else 0
+        config = EngineConfig(ctx_size=options.ctx_size, threads=options.threads, draft_engine=options.engine, gpu_layers=gpu)
         draft = backends.load_draft(options.draft, config)
         flag = mmap.mmap(options.flag_fd, mmap.PAGESIZE)
         bridge = backends.read_vocabulary(options.bridge) if options.bridge else None

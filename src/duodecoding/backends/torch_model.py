@@ -171,11 +171,12 @@ def leaving_nothing(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        explained = out_of_memory(what, error) if is_out_of_memory(error) else None  # with what is free now, not afterwards
         for each in (error, error.__cause__):
             traceback.clear_frames(each.__traceback__ if each is not None else None)  # their variables hold models and tensors
         forget_everything()
-        if is_out_of_memory(error):
-            raise out_of_memory(what, error) from None
+        if explained is not None:
+            raise explained from None
         raise
 
 

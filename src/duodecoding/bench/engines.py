@@ -76,7 +76,8 @@ class Engine:
 
 
 def forget(llm: LLM) -> None:
-    """Empty the caches of target and draft: the next answer reads all of its prompt. A worker is at rest afterwards."""
+    """Empty the caches of target and draft: the next answer reads all of its prompt. A worker is at rest afterwards, and so are the
+    threads of whoever answered before."""
     nothing, params, drafters = [min(llm.vocabulary.end_tokens, default=0)], SamplingParams(), llm.drafters
     llm.target.open(nothing, params)
     if drafters.model is not None:
@@ -87,6 +88,8 @@ def forget(llm: LLM) -> None:
         end = time.monotonic() + SETTLE_SECONDS
         while worker.alive and not worker.done_at(0) and (left := end - time.monotonic()) > 0:
             worker.poll(left)  # of two openings at once it would heed the second only, and keep what it has read
+    if llm.config.gpu_layers != 0:
+        time.sleep(backends.BESIDE_GPU)
 
 
 class SharedTarget:
