@@ -12,7 +12,7 @@ from duodecoding import measure
 from duodecoding.backends import scripted
 from duodecoding.cli.main import main
 from duodecoding.cli.profile import in_words, priced
-from duodecoding.costs import to_record
+from duodecoding.costs import from_record, to_record
 from duodecoding.errors import UsageError
 from duodecoding.types import EngineConfig, SamplingParams
 from duodecoding.virtual import load_profile
@@ -42,16 +42,18 @@ class TimedTarget(scripted.ScriptedTarget):
 
 
 class TimedDraft(scripted.ScriptedDraft):
-    """A step takes 2 ms and 0.5 ms for each leaf; the first one after a pass of the target 3 ms more."""
+    """A step takes 2 ms and 0.5 ms for each leaf; the first one after a pass of the target 3 ms more; each leaf `per_token` for a
+    token of the prompt beyond 64."""
 
     clock: Clock
     target: TimedTarget
-    unread = 0
+    unread = prompt = 0
+    per_token = 0.0
     seen = 0  # passes of the target
 
     def open(self, prompt, unread=0):
         super().open(prompt, unread)
-        self.unread = len(prompt) - unread
+        self.unread = self.prompt = len(prompt) - unread
 
     def read(self):
         self.clock.now += 0.00005 * self.unread
@@ -60,6 +62,7 @@ class TimedDraft(scripted.ScriptedDraft):
 
     def expand(self, leaves):
         self.clock.now += 0.002 + 0.0005 * len(leaves) + (0.003 if self.target.made > self.seen else 0)
+        self.clock.now += self.per_token * len(leaves) * (self.prompt - 64)
         self.seen = self.target.made
         return super().expand(leaves)
 
@@ -99,6 +102,23 @@ def test_the_curves_are_what_the_models_take():
     assert profile.measured
     assert shares == sorted(shares)
     assert all(0 <= share < 1 for share in shares)
+
+
+def test_draft_steps_with_more_context():
+    target, draft, clock = timed()
+    draft.per_token = 1e-6
+    profile = measure.measure(target, draft, contexts=(64, 512), nodes=(1, 2), repeats=2, clock=clock)
+    assert profile.longer is not None
+    assert profile.longer.beyond == 64
+    for leaves, seconds in profile.longer.per_token.points.items():
+        assert seconds == pytest.approx(1e-6 * leaves)
+    assert profile.draft_cost(4, 64) == pytest.approx(0.004)
+    assert profile.draft_cost(4, 1064) == pytest.approx(0.004 + 0.004)
+    assert profile.draft_at(1064)[4] == pytest.approx(0.008)
+    assert to_record(from_record(to_record(profile), where="here")) == to_record(profile)
+    few = measure.measure(target, draft, contexts=(64,), nodes=(1, 2), repeats=2, clock=clock)
+    assert few.longer is None
+    assert few.draft_cost(4, 1064) == few.draft(4)
 
 
 def test_costs_are_those_of_the_sampling_that_is_asked_for(monkeypatch):

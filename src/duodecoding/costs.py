@@ -15,6 +15,7 @@ from typing import Any
 from duodecoding.errors import UsageError
 
 LEARNING_RATE = 0.15  # share of a surprise that a curve takes over
+SHORTEST = 1e-7  # seconds; a cost is never nothing
 
 
 class CostCurve:
@@ -58,6 +59,14 @@ class CostCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class Longer:
+    """What context adds to a draft step."""
+
+    beyond: int  # tokens of context that the curves were measured with
+    per_token: CostCurve  # seconds for each token more, over leaves per step
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """What a pair costs on a machine."""
 
@@ -72,6 +81,7 @@ class Profile:
     settings: Mapping[str, Any] = field(default_factory=dict)
     host: CostCurve | None = None  # our own work between two passes, over tokens in a pass; None: nobody measured it
     in_turn: CostCurve | None = None  # draft steps between passes: threads have slept, caches are cold; None: nobody measured it
+    longer: Longer | None = None  # draft steps with more context; None: nobody measured it
 
     @property
     def draft_in_turn(self) -> CostCurve:
@@ -80,7 +90,19 @@ class Profile:
 
     def with_draft(self, draft: CostCurve) -> Profile:
         """The same machine with another draft's steps."""
-        return replace(self, draft=draft, in_turn=None)
+        return replace(self, draft=draft, in_turn=None, longer=None)
+
+    def draft_cost(self, leaves: int, context: int, *, in_turn: bool = False) -> float:
+        """Of a draft step."""
+        return (self.draft_in_turn if in_turn else self.draft)(leaves) + self.for_context(leaves, context)
+
+    def for_context(self, leaves: int, context: int) -> float:
+        """What so much context adds to a draft step, or saves."""
+        return self.longer.per_token(leaves) * (context - self.longer.beyond) if self.longer is not None else 0.0
+
+    def draft_at(self, context: int) -> dict[int, float]:
+        """The points of the curve with so much context."""
+        return {leaves: max(self.draft_cost(leaves, context), SHORTEST) for leaves in self.draft.points}
 
     def verify_at(self, context: int) -> CostCurve:
         """The curve of the nearest measured context, for observing into."""
@@ -126,7 +148,9 @@ class Floor:
 def to_record(profile: Profile) -> dict[str, Any]:
     """A profile as plain JSON values."""
     more = {"host": profile.host, "draft_step_in_turn": profile.in_turn}
+    longer = profile.longer
     return {name: _points(curve) for name, curve in more.items() if curve is not None} | {
+        **({"draft_step_longer": {"beyond": longer.beyond, "per_token": _points(longer.per_token)}} if longer is not None else {}),
         "name": profile.name,
         "about": profile.about,
         "measured": profile.measured,
@@ -154,6 +178,7 @@ def from_record(record: Mapping[str, Any], *, where: str) -> Profile:
             settings=dict(record.get("settings", {})),
             host=_curve(record["host"]) if "host" in record else None,
             in_turn=_curve(record["draft_step_in_turn"]) if "draft_step_in_turn" in record else None,
+            longer=_longer(record["draft_step_longer"]) if "draft_step_longer" in record else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
@@ -167,6 +192,10 @@ def _points(curve: CostCurve) -> dict[str, float]:
 
 def _curve(points: Mapping[str, float]) -> CostCurve:
     return CostCurve({int(x): float(y) for x, y in points.items()})
+
+
+def _longer(record: Mapping[str, Any]) -> Longer:
+    return Longer(int(record["beyond"]), _curve(record["per_token"]))
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> CostCurve:

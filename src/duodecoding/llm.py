@@ -432,11 +432,12 @@ class Stream:
         free = Drafters() if lockstep else drafters.free
 
         def start_drafting() -> None:
-            growth = growth_plan(config, pace.costs, len(prompt))
+            growth = growth_plan(config, pace.costs, len(prompt), unread)
             worker.open(prompt, params, growth, unread=unread, grow=core.drafting)
             free.open(prompt, params, growth_of(config))
 
-        return Overlap(core, target, conversation, worker, free, meter, pace, lockstep=lockstep).rounds(start_drafting)
+        both = Overlap(core, target, conversation, worker, free, meter, pace, lockstep=lockstep, unread=unread)
+        return both.rounds(start_drafting)
 
     def _read(self, gained: Sequence[Committed]) -> list[Token]:
         number, texts = self._core.rounds, self._reader.take(len(gained), last=self._core.finish_reason is not None)

@@ -27,7 +27,7 @@ import numpy as np
 
 from duodecoding.backends.base import Conversation, Draft, Target, Vocabulary
 from duodecoding.core import walk
-from duodecoding.costs import CostCurve, Floor, Profile, fit, from_record, to_record
+from duodecoding.costs import CostCurve, Floor, Longer, Profile, fit, from_record, to_record
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
@@ -51,6 +51,7 @@ QUICK_CONTEXT = 16
 QUICK_LIMIT = 0.2  # seconds; after a pass this long no larger one is tried
 SLOW = 0.3  # seconds of a pass
 BRANCHING = 8
+NOTHING = 1e-12  # seconds for a token
 ECHOES = 200  # messages there and back
 COPIED = 1 << 27  # bytes; more than a CPU's caches hold
 # Settings that change it.
@@ -89,10 +90,21 @@ def measure(
     progress("draft steps", (steps - 2) / steps)
     samples = beside_samples(draft, contexts[0], widths, repeats, clock, params) if draft is not None else ()
     drafted = fit(list(samples)) if draft is not None else CostCurve(verify[contexts[0]].points)
+    longer = _longer(draft, drafted, contexts[0], contexts[-1], repeats, clock, params) if draft is not None else None
     in_turn = fit(list(turn_samples(target, draft, contexts[0], widths, repeats, clock, params))) if draft is not None else None
     progress("messages", (steps - 1) / steps)
     return Profile(
-        name, about, True, verify, drafted, target_prompt, draft_prompt, latency(clock=clock), dict(settings or {}), in_turn=in_turn
+        name,
+        about,
+        True,
+        verify,
+        drafted,
+        target_prompt,
+        draft_prompt,
+        latency(clock=clock),
+        dict(settings or {}),
+        in_turn=in_turn,
+        longer=longer,
     )
 
 
@@ -170,6 +182,16 @@ def _prompt(vocabulary: Vocabulary, length: int, *, backwards: bool = False) -> 
 # The draft
 
 
+def _longer(draft: Draft, near: CostCurve, at: int, far: int, repeats: int, clock: Clock, params: SamplingParams) -> Longer | None:
+    """From the same steps with more context. None: there is no room for much more."""
+    at, far = _context(draft, at), _context(draft, far)
+    if far < 2 * at:
+        return None
+    found = fit(list(beside_samples(draft, far, list(near.points), repeats, clock, params)))
+    per_token = {leaves: max((seconds - near(leaves)) / (far - at), NOTHING) for leaves, seconds in found.points.items()}
+    return Longer(at, CostCurve(per_token))
+
+
 class Telling:
     """What a draft worker does between two steps: it sends its guesses and looks for messages."""
 
@@ -222,7 +244,7 @@ def draft_samples(
     """Our own work on the guesses included: a few steps of each width, in turn so that a busy moment of the machine hits all of
     them. `between` comes before every few steps, `tell` in each."""
     drafter = ModelDrafter(draft)
-    prompt = _prompt(draft.vocabulary, min(context, draft.context // 2))
+    prompt = _prompt(draft.vocabulary, _context(draft, context))
     for turn in range(repeats + 1):
         for width in widths:
             steps = _steps(drafter, prompt, params, width, clock, tell)
@@ -230,6 +252,11 @@ def draft_samples(
             between()
             if (some := list(islice(steps, IN_TURN))) and turn > 0:  # the first ones may set something up
                 yield width, statistics.mean(some)
+
+
+def _context(draft: Draft, context: int) -> int:
+    """Of steps that are timed: some room is for the tree."""
+    return min(context, draft.context // 2)
 
 
 def _steps(

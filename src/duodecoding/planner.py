@@ -173,7 +173,7 @@ class Outlook:
 class DraftClock:
     """Keeps the outlook from what the draft was last heard to begin, and the cost of a step."""
 
-    def __init__(self, draft: CostCurve, latency: float) -> None:
+    def __init__(self, draft: Callable[[int], float], latency: float) -> None:
         self._draft, self._latency = draft, latency
         self._due = 0.0  # when the running step's guesses come
         self._expanding: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from duodecoding.backends.base import Conversation, Target
 from duodecoding.core import Choose, Committed, DuoCore, Verify, Wait, places, walk
-from duodecoding.costs import CostCurve, Profile
+from duodecoding.costs import SHORTEST, CostCurve, Profile
 from duodecoding.drafters.growth import BestFirst, Growth
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
@@ -29,7 +29,6 @@ LEAF_FLOOR = 0.003  # leaves less likely than this are not worth a draft step
 WAIT_SLACK = 1.5  # of the time that guesses were expected in, then go on without
 WAIT_LEAST = 0.0005  # seconds; a sleeping process needs some to wake up
 OWN_WORK = {1: 1e-4, 8: 3e-4, 64: 8e-4}  # seconds between two passes, by tokens of a pass, until rounds tell better
-SHORTEST = 1e-7  # seconds; a cost is never nothing
 LISTEN = 0.98  # of a pass, less the time that a message takes; then only its end is waited for
 MESSAGE = 0.0003  # seconds
 BARRIER_SLACK = 4.0  # lockstep: of the target's pass, and at least:
@@ -128,18 +127,19 @@ class Pace:
         if self.costs.host is not None:
             self.costs.host.observe(tokens, max(seconds, SHORTEST))
 
-    def draft_step(self, width: int, seconds: float) -> None:
-        seconds = max(seconds, SHORTEST)
+    def draft_step(self, width: int, seconds: float, context: int) -> None:
+        seconds = max(seconds - self.costs.for_context(width, context), SHORTEST)
         if self._guessed_draft:
             self.costs.draft.scale(seconds / self.costs.draft(width))
             self._guessed_draft = False
         else:
             self.costs.draft.observe(width, seconds)
 
-    def draft_step_unfinished(self, width: int, seconds: float) -> None:
+    def draft_step_unfinished(self, width: int, seconds: float, context: int) -> None:
         """A step that was broken off or waited for in vain takes at least so long. Without this a draft slower than the target
         would never be seen to finish a step, and be taken for fast."""
         curve = self.costs.draft
+        seconds -= self.costs.for_context(width, context)
         if width == 0 or seconds < curve(width):
             return
         if self._guessed_draft:
@@ -156,11 +156,12 @@ def guessed_costs(on_gpu: bool) -> Profile:
     return Profile("here", "a guess, refined by every round", False, {512: verify}, draft, 1e-4, 1e-4, 5e-5)
 
 
-def growth_plan(config: EngineConfig, costs: Profile, context: int) -> GrowthPlan:
-    """How a draft beside the target grows the tree."""
+def growth_plan(config: EngineConfig, costs: Profile, context: int, unread: int = 0) -> GrowthPlan:
+    """How a draft beside the target grows the tree. `unread`: tokens of the context that it has left out."""
+    steps = costs.draft_at(context - unread)
     if config.mode is Mode.LOCKSTEP:
-        return GrowChains(costs.verify_cost(1 + config.draft_length, context), costs.draft.points, config.draft_width)
-    return GrowBestFirst(config.draft_width, costs.draft.points, config.branching, LEAF_FLOOR)
+        return GrowChains(costs.verify_cost(1 + config.draft_length, context), steps, config.draft_width)
+    return GrowBestFirst(config.draft_width, steps, config.branching, LEAF_FLOOR)
 
 
 def growth_of(config: EngineConfig) -> Growth:
@@ -291,11 +292,14 @@ class Overlap:
         pace: Pace,
         *,
         lockstep: bool,
+        unread: int = 0,
     ) -> None:
+        """`unread`: tokens at the prompt's beginning that the draft leaves out."""
+        self._unread = unread
         self._core, self._target, self._conversation, self._lockstep = core, target, conversation, lockstep
         self._remote, self._free = remote, free
         self._meter, self._pace = meter, pace
-        self._clock = DraftClock(pace.costs.draft, pace.costs.latency)
+        self._clock = DraftClock(lambda leaves: pace.costs.draft_cost(leaves, self._draft_context), pace.costs.latency)
         self._began = 0.0  # the running draft step, as far as we know
         self._quiet = False  # waited for in vain; not again before it speaks
         self._ended = time.perf_counter()  # the last round
@@ -426,7 +430,7 @@ class Overlap:
             self._meter.draft_busy += message.seconds
             self._quiet = False
             if message.width > 0:
-                self._pace.draft_step(message.width, message.seconds)
+                self._pace.draft_step(message.width, message.seconds, self._draft_context)
                 model_guessed(self._core, self._free, proposals(message))
             self._began = self._remote.when(message)
             if message.width > 0:
@@ -435,7 +439,12 @@ class Overlap:
         return bool(messages)
 
     def _note_unfinished(self) -> None:
-        self._pace.draft_step_unfinished(len(self._clock.expanding), time.monotonic() - self._began)
+        taken = time.monotonic() - self._began
+        self._pace.draft_step_unfinished(len(self._clock.expanding), taken, self._draft_context)
+
+    @property
+    def _draft_context(self) -> int:
+        return self._core.tree.position - self._unread
 
     def _outlook(self) -> Outlook | None:
         return self._clock.outlook(time.monotonic()) if self._remote.growing and not self._quiet else None

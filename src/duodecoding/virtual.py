@@ -132,8 +132,9 @@ class Tally:
 class DraftActor:
     """The draft worker on the imagined clock. Commits reach it between steps, a message's latency after they were sent."""
 
-    def __init__(self, drafter: ModelDrafter, profile: Profile, ready: float) -> None:
-        self._drafter, self._profile = drafter, profile
+    def __init__(self, drafter: ModelDrafter, profile: Profile, ready: float, unread: int = 0) -> None:
+        """`unread`: tokens at the prompt's beginning that it has left out."""
+        self._drafter, self._profile, self._unread = drafter, profile, unread
         self._now = ready  # when it can begin its next step
         self._commits: deque[tuple[float, Sequence[int], bool]] = deque()
         self._growing = True
@@ -162,12 +163,15 @@ class DraftActor:
             if grown or self._running:
                 self._arrivals.append((self._now + self._profile.latency, grown, [leaf.key for leaf in self._running]))
             if self._running:
-                begin, self._now = self._now, self._now + self._profile.draft(len(self._running))
+                begin, self._now = self._now, self._now + self._cost()
                 self.spans.append((begin, self._now, len(self._running)))
             elif self._commits:
                 self._now = self._commits[0][0]
             else:
                 return  # idle; a commit will give it a time to go on from
+
+    def _cost(self) -> float:
+        return self._profile.draft_cost(len(self._running), self._running[0].position - self._unread)
 
     def arrived(self, now: float) -> list[tuple[float, list[Proposal], list[int]]]:
         found = []
@@ -235,6 +239,11 @@ class Simulation:
         prompt, costs = len(self.recording.prompt), self.profile
         return tokens_unread(prompt, costs.verify_cost(1, prompt), costs.draft_prompt)
 
+    @property
+    def _draft_curve(self) -> CostCurve:
+        """What steps cost at the beginning of the answer: growth is told once."""
+        return CostCurve(self.profile.draft_at(len(self.recording.prompt) - self._unread))
+
     def _pass(self, core: DuoCore, work: Verify) -> None:
         """The clock moves on by a pass."""
         cost = self.profile.verify_cost(1 + len(work.nodes), core.tree.position)
@@ -280,12 +289,12 @@ class Simulation:
             if drafter is None or not leaves:
                 core.draft_exhausted()
                 continue
-            self.now += self._step(self.now, leaves, self.profile.draft_in_turn)
+            self.now += self._step(self.now, leaves, in_turn=True)
             model_guessed(core, self.free, drafter.grow(leaves))
 
-    def _step(self, begin: float, leaves: Sequence[Node], curve: CostCurve) -> float:
+    def _step(self, begin: float, leaves: Sequence[Node], *, in_turn: bool = False) -> float:
         """What a draft step costs, noted."""
-        cost = curve(len(leaves))
+        cost = self.profile.draft_cost(len(leaves), leaves[0].position - self._unread, in_turn=in_turn)
         self.tally.draft_busy += cost
         self.timeline.span(Lane.DRAFT, Did.STEP, begin, begin + cost, leaves=len(leaves))
         return cost
@@ -294,7 +303,7 @@ class Simulation:
         """Both at once with a barrier: a round takes as long as the slower side."""
         profile = self.profile
         budget = profile.verify_cost(1 + self.config.draft_length, len(self.recording.prompt))
-        drafter = self._open(Chains(budget, profile.draft, most=self.config.draft_width))
+        drafter = self._open(Chains(budget, self._draft_curve, most=self.config.draft_width))
         while isinstance(work := core.step(), Verify):
             begin = self.now
             drafted, cost = self._chains(drafter) if drafter is not None and begin >= self._draft_ready else ([], 0.0)
@@ -313,18 +322,19 @@ class Simulation:
         drafted: list[Proposal] = []
         cost = 0.0
         while leaves := drafter.next_leaves():
-            cost += self._step(self.now + cost, leaves, self.profile.draft)
+            cost += self._step(self.now + cost, leaves)
             drafted += drafter.grow(leaves)
         return drafted, cost
 
     def _duo(self, core: DuoCore) -> None:
         profile, config = self.profile, self.config
-        best = BestFirst(config.draft_width, curve=profile.draft, branching=config.branching, floor=LEAF_FLOOR)
+        best = BestFirst(config.draft_width, curve=self._draft_curve, branching=config.branching, floor=LEAF_FLOOR)
         drafter = self._open(self.growth or best)
         if drafter is None:
             return self._turns(core)
-        draft = DraftActor(drafter, profile, ready=self._draft_ready)
-        clock = DraftClock(profile.draft, profile.latency)
+        unread = self._unread
+        draft = DraftActor(drafter, profile, self._draft_ready, unread)
+        clock = DraftClock(lambda leaves: profile.draft_cost(leaves, core.tree.position - unread), profile.latency)
         ended = self.now
         while (work := core.step(clock.outlook(self.now) if self.waits else None)) is not None:
             if isinstance(work, Wait):
