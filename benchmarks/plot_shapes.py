@@ -24,14 +24,15 @@ WIDTH = 0.2  # of a bar; groups are 1 apart
 
 def found(shape: str, temperature: float) -> dict[str, Any]:
     modes: dict[str, Any] = json.loads((RESULTS / "h200_bench" / name_of(shape, temperature) / "results.json").read_text())["modes"]
-    return {mode: modes[mode]["speedup"]["mean"] for mode in MODES}
+    return {mode: modes[mode]["speedup"]["mean"] for mode in MODES if mode in modes}
 
 
 def panel(ax: Any, temperature: float) -> None:
     rows = {shape: found(shape, temperature) for shape in SHAPES}
     for i, mode in enumerate(MODES):
-        places = [group + (i - (len(MODES) - 1) / 2) * WIDTH for group in range(len(rows))]
-        means = [row[mode] for row in rows.values()]
+        asked = [(group, row[mode]) for group, row in enumerate(rows.values()) if mode in row]  # not all modes everywhere
+        places = [group + (i - (len(MODES) - 1) / 2) * WIDTH for group, _ in asked]
+        means = [mean for _, mean in asked]
         values = [mean["value"] for mean in means]
         errors = [[mean["value"] - mean["low"] for mean in means], [mean["high"] - mean["value"] for mean in means]]
         ax.bar(places, values, width=0.92 * WIDTH, color=COLOURS[mode], label=mode)
