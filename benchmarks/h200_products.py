@@ -59,10 +59,16 @@ def plans(n: int, k: int) -> list[Plan]:
     return found
 
 
+def split_at(k: int, plan: Plan) -> int:
+    """Numbers of the sum in one split."""
+    _, inner, splits, _ = plan
+    return -(-k // (splits * inner)) * inner
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: int) -> torch.Tensor:
     columns, inner, splits, stages = plan
     (rows, k), n = x.shape, weight.shape[0]
-    per_split = -(-k // (splits * inner)) * inner
+    per_split = split_at(k, plan)
     out = torch.empty((splits, rows, n), dtype=torch.float32 if splits > 1 else x.dtype, device=DEVICE)
     even = n % columns == 0 and per_split * splits == k
     grid = (-(-rows // tile), -(-n // columns), splits)
@@ -100,7 +106,7 @@ def measure(n: int, k: int) -> dict[str, Any]:
     times, unlike = {}, 0
     for plan in plans(n, k):
         first = product(x[:1], weights[0], plan, 16)
-        unlike += not torch.equal(first, alone.setdefault(plan[2], first))
+        unlike += not torch.equal(first, alone.setdefault(split_at(k, plan), first))
         unlike += sum(not torch.equal(first[:, 0], product(x[:rows], weights[0], plan, tile)[:, 0]) for rows, tile in ROWS)
         times[str(plan)] = [graph_us(lambda w, p=plan, r=rows, t=tile: product(x[:r], w, p, t), weights) for rows, tile in ROWS]
     own = [graph_us(lambda w, r=rows: torch_kernels.linear(x[:r], w, n < 8192), weights) for rows in (1, 16, 32, 64)]
