@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from worlds import World
 
-from duodecoding import measure
+from duodecoding import machine, measure
 from duodecoding.backends import scripted
 from duodecoding.cli.main import main
 from duodecoding.cli.profile import in_words, priced
@@ -222,7 +222,7 @@ def test_the_key_depends_on_machine_models_and_settings(models, monkeypatch):
     }
     target.write_bytes(b"GGUF" + bytes(99) + b"x")
     others.add(key())
-    monkeypatch.setattr(measure, "_cpu", lambda: "another")
+    monkeypatch.setattr(machine, "cpu", lambda *fields: "another")
     others.add(key())
     assert len(others | {first}) == 9
 
@@ -267,9 +267,9 @@ def test_where_they_are_kept(platform, variables, place, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(measure.sys, "platform", platform)
-    monkeypatch.setattr(measure.Path, "home", lambda: measure.Path("home"))
-    assert measure.cache_folder().as_posix() == place
+    monkeypatch.setattr(machine.sys, "platform", platform)
+    monkeypatch.setattr(machine.Path, "home", lambda: machine.Path("home"))
+    assert machine.cache_folder().as_posix() == place
 
 
 # duo profile

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tinymodels
 
-from duodecoding import models, remote, worker
+from duodecoding import machine, models, remote, worker
 from duodecoding.backends import load_draft, load_target, native, native_draft
 from duodecoding.backends.base import Draft, Leaf, QuickDraft
 from duodecoding.backends.gguf_file import GgufFile
@@ -121,7 +121,7 @@ def _copies(draft: Draft, text: Sequence[int], start: int = 5) -> Iterator[np.nd
 @pytest.mark.parametrize("processor", ["x86-64", "haswell"])
 def test_other_processors_compute_the_same(embedded: Path, processor: str) -> None:
     """Without the instructions that this machine may have."""
-    if processor == "haswell" and "avx2" not in native._processor().split():
+    if processor == "haswell" and "avx2" not in machine.cpu("flags").split():
         pytest.skip("this machine has no AVX2")
     other = NativeDraft(embedded, context=256, threads=2, library=native.load(native.build([f"-march={processor}"])))
     ours = NativeDraft(embedded, context=256, threads=2)
@@ -344,6 +344,23 @@ def test_the_engine_can_be_chosen(embedded: Path) -> None:
         draft = load_draft(embedded, EngineConfig(ctx_size=256, threads=1, draft_engine=engine))  # type: ignore[arg-type]
         assert isinstance(draft, kind)
         draft.close()
+
+
+def test_a_model_that_cannot_be_read_to_the_end_is_given_back(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[int] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return freed.append if name == "duo_free" else getattr(native.library(), name)
+
+    def refuse(*_: Any) -> None:
+        raise BackendMissing("no such weights")
+
+    monkeypatch.setattr(native_draft, "joint", refuse)
+    with pytest.raises(BackendMissing, match="no such weights"):
+        NativeDraft(embedded, context=256, threads=1, library=Watched())  # type: ignore[arg-type]
+    assert len(freed) == 1
+    native.library().duo_free(freed[0])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import os
 import platform
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from duodecoding import machine
 from duodecoding.backends.base import Conversation, Draft, Target, Vocabulary
 from duodecoding.core import walk
 from duodecoding.costs import CostCurve, Floor, Longer, Profile, fit, from_record, to_record
@@ -56,7 +56,6 @@ ECHOES = 200  # messages there and back
 COPIED = 1 << 27  # bytes; more than a CPU's caches hold
 # Settings that change it.
 COSTLY = ("threads", "threads_draft", "draft_engine", "gpu_layers", "ctx_size", "backend", "device", "dtype", "compile")
-CACHE_VARIABLE = "DUO_CACHE"
 GUESSES = (401, 402)  # tokens as good as any
 WORDS = "one two three four five six seven eight nine ten eleven twelve "  # what is in a prompt does not change its price
 
@@ -357,22 +356,10 @@ def _echo(end: socket.socket, count: int) -> None:
 # Keeping profiles
 
 
-def cache_folder() -> Path:
-    """Where measurements are kept: $DUO_CACHE, else the system's place for such things."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "duodecoding"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "duodecoding"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duodecoding"
-
-
 def facts(config: EngineConfig, target: Path, draft: Path | None, *, device: str = "") -> dict[str, Any]:
     """All that a profile depends on. `device`: the GPU's name, if one is used."""
     return {
-        "machine": {"cpu": _cpu(), "cores": _cores(), "system": platform.system(), "device": device},
+        "machine": {"cpu": machine.cpu("model name"), "cores": _cores(), "system": platform.system(), "device": device},
         "target": _identity(target),
         "draft": _identity(draft) if draft is not None else None,
         "settings": {name: getattr(config, name) for name in COSTLY},
@@ -404,7 +391,7 @@ def load(key: str) -> Profile | None:
 
 
 def _place(key: str) -> Path:
-    return cache_folder() / "profiles" / f"{key}.json"
+    return machine.cache_folder() / "profiles" / f"{key}.json"
 
 
 def _identity(path: Path) -> dict[str, Any]:
@@ -415,12 +402,6 @@ def _identity(path: Path) -> dict[str, Any]:
         with file.open("rb") as stream:
             found.update(stream.read(1 << 16))
     return {"name": path.name, "bytes": sum(file.stat().st_size for file in files), "begins": found.hexdigest()[:16]}
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _cores() -> int:

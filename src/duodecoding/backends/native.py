@@ -18,6 +18,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from duodecoding import machine
 from duodecoding.errors import BackendMissing
 
 FLAGS = (
@@ -27,7 +28,6 @@ FLAGS = (
 )
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_SECONDS = 120
-CACHE_VARIABLE = "DUO_CACHE"
 
 
 class Sampling(ctypes.Structure):
@@ -77,8 +77,9 @@ def build(tuning: Sequence[str] = ()) -> Path:
     compiler = _compiler()
     source = files("duodecoding.backends").joinpath("native.c").read_bytes()
     command = [*compiler, *FLAGS, *(tuning or _tuning())]
-    name = hashlib.sha256(source + "\0".join([*command, _processor()]).encode()).hexdigest()[:16]
-    place = _folder() / f"draft-{name}.so"
+    # What `native` means here counts, too: a folder may be shared by different machines.
+    name = hashlib.sha256(source + "\0".join([*command, machine.cpu("flags", "Features")]).encode()).hexdigest()[:16]
+    place = machine.cache_folder() / "native" / f"draft-{name}.so"
     if not place.exists():
         _compile(command, source, place)
     return place
@@ -110,18 +111,6 @@ def _compiler() -> list[str]:
 
 def _tuning() -> list[str]:
     return ["-mcpu=native"] if platform.machine() in {"aarch64", "arm64"} else ["-march=native"]
-
-
-def _processor() -> str:
-    """What `native` means here: a folder may be shared by different machines."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _folder() -> Path:
-    chosen = os.environ.get(CACHE_VARIABLE)
-    return (Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duodecoding") / "native"
 
 
 def _missing(why: str) -> BackendMissing:

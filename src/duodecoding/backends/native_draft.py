@@ -75,7 +75,22 @@ class NativeDraft:
         model = library.duo_new(numbers.ctypes.data, shape.epsilon, shape.frequencies.ctypes.data)
         if not model:
             raise _no_memory()
-        tensors, fine = file.tensors, True
+        try:
+            words = self._fill(model, shape, file)
+            fine = words is not None and library.duo_start(model, threads, awake)
+        except BaseException:
+            library.duo_free(model)
+            raise
+        if words is None or not fine:
+            library.duo_free(model)
+            raise _no_memory()
+        assert words.data is not None
+        library.duo_embeddings(model, words.kind, words.data.ctypes.data)
+        return int(model)
+
+    def _fill(self, model: int, shape: Shape, file: GgufFile) -> Tensor | None:
+        """Copy the weights into the model. Returns the embeddings, which stay where they are; None: no memory."""
+        library, tensors, fine = self._library, file.tensors, True
         for layer in range(shape.layers):
             begin = f"blk.{layer}."
             norms = [_floats(tensors[begin + name]) for name in ("attn_norm.weight", "ffn_norm.weight")]
@@ -88,12 +103,7 @@ class NativeDraft:
         fine = fine and library.duo_norms(model, -1, last.ctypes.data, last.ctypes.data)
         words = tensors["token_embd.weight"]
         fine = fine and self._hand_over(model, -1, 0, tensors.get("output.weight", words))
-        if not fine or not library.duo_start(model, threads, awake):
-            library.duo_free(model)
-            raise _no_memory()
-        assert words.data is not None
-        library.duo_embeddings(model, words.kind, words.data.ctypes.data)
-        return int(model)
+        return words if fine else None
 
     def _hand_over(self, model: int, layer: int, which: int, matrix: Tensor) -> bool:
         assert matrix.data is not None

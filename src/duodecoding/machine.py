@@ -1,0 +1,29 @@
+"""This machine: its processor, and where we keep things between starts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+CACHE_VARIABLE = "DUO_CACHE"
+
+
+def cache_folder() -> Path:
+    """$DUO_CACHE, else the system's place for such things."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "duodecoding"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "duodecoding"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duodecoding"
+
+
+def cpu(*fields: str) -> str:
+    """The first of these fields that the system tells of its processor ("model name", "flags"), else what Python knows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), platform.processor())
