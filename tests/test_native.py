@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,11 @@ def _copies(draft: Draft, text: Sequence[int], start: int = 5) -> Iterator[np.nd
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are names of x86 processors")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
-def test_other_processors_compute_the_same(embedded: Path, processor: str) -> None:
+@pytest.mark.parametrize(("processor", "needs"), [("x86-64", "sse2"), ("haswell", "avx2"), ("x86-64-v4", "avx512f")])
+def test_other_processors_compute_the_same(embedded: Path, processor: str, needs: str) -> None:
     """Without the instructions that this machine may have."""
-    if processor == "haswell" and "avx2" not in machine.cpu("flags").split():
-        pytest.skip("this machine has no AVX2")
+    if needs not in machine.cpu("flags").split():
+        pytest.skip(f"this machine has no {needs}")
     other = NativeDraft(embedded, context=256, threads=2, library=native.load(native.build([f"-march={processor}"])))
     ours = NativeDraft(embedded, context=256, threads=2)
     text = tokens_of(ours, 60)
@@ -337,6 +338,24 @@ def test_a_draft_that_it_cannot_run_goes_to_llama_cpp(model_path: Path, tmp_path
     draft.close()
     with pytest.raises(BackendMissing, match="of type 6"):
         load_draft(path, EngineConfig(ctx_size=512, draft_engine="native"))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are names of x86 processors")
+@pytest.mark.parametrize(("processor", "fast"), [("x86-64", False), ("haswell", True), ("alderlake", True), ("x86-64-v4", True)])
+def test_where_it_is_not_fast_llama_cpp_drafts(embedded: Path, monkeypatch: pytest.MonkeyPatch, processor: str, fast: bool) -> None:
+    """Built for other processors, asked and not run."""
+    library = native.load(native.build([f"-march={processor}"]))
+    assert bool(library.duo_is_fast()) == fast
+    monkeypatch.setattr(native, "library", lambda: library)
+    if fast:
+        assert native.fast_library() is library
+        return
+    draft = load_draft(embedded, SMALL)
+    assert isinstance(draft, LlamaDraft)
+    draft.close()
+    chosen = load_draft(embedded, replace(SMALL, draft_engine="native"))
+    assert isinstance(chosen, NativeDraft)
+    chosen.close()
 
 
 def test_the_engine_can_be_chosen(embedded: Path) -> None:

@@ -69,11 +69,13 @@ def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draf
     from duodecoding.backends.llamacpp_draft import LlamaDraft
 
     if not exact and config.draft_engine != "llamacpp":
+        from duodecoding.backends import native
         from duodecoding.backends.native_draft import NativeDraft
 
         try:
+            library = native.library() if config.draft_engine == "native" else native.fast_library()
             threads = config.threads_draft or config.threads
-            return NativeDraft(_gguf(path), context=config.ctx_size, threads=threads, awake=_awake(config))
+            return NativeDraft(_gguf(path), context=config.ctx_size, threads=threads, awake=_awake(config), library=library)
         except BackendMissing:
             if config.draft_engine == "native":
                 raise

@@ -5,8 +5,8 @@
    each, every thread keeps the same rows of every matrix (and so its part of the weights in its own cache), and threads spin.
 
    Weights are bytes (Q8_0) or nibbles (Q4_0) in blocks of 32 columns with a scale each, repacked so that one vector holds four
-   columns of sixteen rows. Activations are bytes with a scale for each 32. Keys and values of committed tokens ("the trunk") are
-   bfloat16: keys by sixteen positions, values by position; those of guesses ("the tree") are float32.
+   columns of LANES rows. Activations are bytes with a scale for each 32. Keys and values of committed tokens ("the trunk") are
+   bfloat16: keys by LANES positions, values by position; those of guesses ("the tree") are float32.
 
    Nothing here needs to be exact: a guess is a guess. One process may have several models; one model serves one caller. */
 
@@ -24,12 +24,22 @@
 #include <immintrin.h>
 #endif
 
+/* Vectors are as long as registers are: longer ones would live in memory. */
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
 #define LANES 16          /* rows of a matrix that are computed together; positions in a block of keys */
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define VECTOR (4 * LANES) /* bytes */
 #define BLOCK 32          /* columns with a common scale */
 #define MOST_ROWS 256     /* tokens in a step */
 #define FEW 16            /* rows that every thread prepares for itself: that is cheaper than a meeting */
 #define STRETCH 64        /* positions that are attended to at once */
 #define SHARED 4          /* rows of tokens whose queries share what is loaded of the keys */
+#define TOGETHER 6        /* of their queries that do so at once; models have one, three or four for a key head */
+#define WIDE (LANES == 16 ? 4 : 2) /* vectors of a value at once: as many as there are registers for */
 #define AHEAD 4096         /* bytes of weights that are asked for before they are wanted */
 #define ARENA ((size_t)32 << 20)
 #define MOST_ARENAS 1024
@@ -42,14 +52,14 @@
 #define NEVER (-1e30f)
 #define HARDLY (-1e20f)   /* above NEVER: exp(NEVER - HARDLY) is 0 */
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint8_t vb __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef uint16_t vw __attribute__((vector_size(64)));
-typedef float vf_any __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t vh_any __attribute__((vector_size(32), aligned(2)));
+typedef float vf __attribute__((vector_size(VECTOR)));
+typedef int32_t vi __attribute__((vector_size(VECTOR)));
+typedef uint32_t vu __attribute__((vector_size(VECTOR)));
+typedef uint8_t vb __attribute__((vector_size(VECTOR)));
+typedef uint16_t vh __attribute__((vector_size(VECTOR / 2)));
+typedef uint16_t vw __attribute__((vector_size(VECTOR)));
+typedef float vf_any __attribute__((vector_size(VECTOR), aligned(4)));
+typedef uint16_t vh_any __attribute__((vector_size(VECTOR / 2), aligned(2)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -92,11 +102,22 @@ INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define SWAP(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#if LANES == 16
 #define FOLD(v, with)                                                                                                              \
     v = with(v, SWAP(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));                                                    \
     v = with(v, SWAP(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));                                                    \
     v = with(v, SWAP(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));                                                    \
     v = with(v, SWAP(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#elif LANES == 8
+#define FOLD(v, with)                                                                                                              \
+    v = with(v, SWAP(v, 4, 5, 6, 7, 0, 1, 2, 3));                                                                                  \
+    v = with(v, SWAP(v, 2, 3, 0, 1, 6, 7, 4, 5));                                                                                  \
+    v = with(v, SWAP(v, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+#define FOLD(v, with)                                                                                                              \
+    v = with(v, SWAP(v, 2, 3, 0, 1));                                                                                              \
+    v = with(v, SWAP(v, 1, 0, 3, 2));
+#endif
 #endif
 #endif
 #ifndef FOLD
@@ -134,37 +155,29 @@ INLINE vf exponential(vf x) {
     return pick(t > -126.0f, (vf)((vi)p + (power << 23)), all(0.0f));
 }
 
-/* Bytes times bytes. A vector of weights has four columns of sixteen rows. */
+/* Bytes times bytes. A vector of weights has four columns of LANES rows. */
 
-#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#if LANES == 16
 #define OFFSET 128 /* weights are kept unsigned */
 INLINE vi dot_bytes(vi total, vb weights, int32_t four) {
     return (vi)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, _mm512_set1_epi32(four));
 }
 INLINE vi dot_nibbles(vi total, vb weights, int32_t four) { return dot_bytes(total, weights, four); }
-#elif defined(__AVX2__)
-#define OFFSET 0 /* signed: with the signs on the weights' side a sum of two products stays inside 16 bits */
-typedef struct { __m256i low, high; } halves;
+#elif defined(__AVXVNNI__)
+#define OFFSET 128
 INLINE vi dot_bytes(vi total, vb weights, int32_t four) {
-    halves w, t;
-    memcpy(&w, &weights, 64);
-    memcpy(&t, &total, 64);
-    const __m256i a = _mm256_set1_epi32(four), size = _mm256_abs_epi8(a), ones = _mm256_set1_epi16(1);
-    t.low = _mm256_add_epi32(t.low, _mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(w.low, a)), ones));
-    t.high = _mm256_add_epi32(t.high, _mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(w.high, a)), ones));
-    memcpy(&total, &t, 64);
-    return total;
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)weights, _mm256_set1_epi32(four));
 }
-INLINE vi dot_nibbles(vi total, vb weights, int32_t four) {
-    halves w, t;
-    memcpy(&w, &weights, 64);
-    memcpy(&t, &total, 64);
-    const __m256i a = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
-    t.low = _mm256_add_epi32(t.low, _mm256_madd_epi16(_mm256_maddubs_epi16(w.low, a), ones));
-    t.high = _mm256_add_epi32(t.high, _mm256_madd_epi16(_mm256_maddubs_epi16(w.high, a), ones));
-    memcpy(&total, &t, 64);
-    return total;
+INLINE vi dot_nibbles(vi total, vb weights, int32_t four) { return dot_bytes(total, weights, four); }
+#elif defined(__AVX2__)
+#define OFFSET 0 /* signed: their sizes, and their signs on the other side, so that a sum of two products stays inside 16 bits */
+INLINE vi pairs(vi total, __m256i a, __m256i b) {
+    return (vi)_mm256_add_epi32((__m256i)total, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
 }
+INLINE vi dot_bytes(vi total, vb weights, int32_t four) {
+    return pairs(total, _mm256_abs_epi8((__m256i)weights), _mm256_sign_epi8(_mm256_set1_epi32(four), (__m256i)weights));
+}
+INLINE vi dot_nibbles(vi total, vb weights, int32_t four) { return pairs(total, (__m256i)weights, _mm256_set1_epi32(four)); }
 #else
 #define OFFSET 128
 INLINE vi dot_bytes(vi total, vb weights, int32_t four) {
@@ -179,9 +192,13 @@ INLINE vi dot_nibbles(vi total, vb weights, int32_t four) { return dot_bytes(tot
 
 /* Matrices */
 
-#if defined(__F16C__) && defined(__AVX512F__)
+#if defined(__F16C__) && LANES > 4
 typedef uint16_t scale_type; /* half precision, as in the file */
+#if LANES == 16
 INLINE vf load_scales(const scale_type *p) { return (vf)_mm512_cvtph_ps(*(const __m256i *)p); }
+#else
+INLINE vf load_scales(const scale_type *p) { return (vf)_mm256_cvtph_ps(*(const __m128i *)p); }
+#endif
 INLINE scale_type to_scale(float f) { return _cvtss_sh(f, 0); }
 #else
 typedef float scale_type;
@@ -294,8 +311,8 @@ static int pack(arena *a, matrix *m, int type, const uint8_t *data, int rows, in
             m->scales[place * LANES + lane] = to_scale(read_block(type, data + line * row, b, w));
             for (int i = 0; i < BLOCK; i++) {
                 int four = i / 4, at = lane * 4 + i % 4;
-                if (!nibbles) to[four * 64 + at] = (uint8_t)(w[i] + OFFSET);
-                else to[four % 4 * 64 + at] |= (uint8_t)((w[i] + 8) << (four < 4 ? 0 : 4));
+                if (!nibbles) to[four * VECTOR + at] = (uint8_t)(w[i] + OFFSET);
+                else to[four % 4 * VECTOR + at] |= (uint8_t)((w[i] + 8) << (four < 4 ? 0 : 4));
             }
         }
     return 1;
@@ -315,7 +332,7 @@ INLINE void product_of(const matrix *m, int unit, const bytes *a, int first, con
         vi part[8];
         for (int i = 0; i < count; i++) part[i] = (nibbles ? -8 : -OFFSET) * sums[i * blocks + b] - (vi){0};
         if (nibbles) {
-            for (int j = 0; j < 4; j++, w += 64) {
+            for (int j = 0; j < 4; j++, w += VECTOR) {
                 const vb both = *(const vb *)w;
                 __builtin_prefetch(w + AHEAD);
                 const vb low = both & 15, high = (vb)((vw)both >> 4) & 15;
@@ -327,7 +344,7 @@ INLINE void product_of(const matrix *m, int unit, const bytes *a, int first, con
                 }
             }
         } else {
-            for (int j = 0; j < 8; j++, w += 64) {
+            for (int j = 0; j < 8; j++, w += VECTOR) {
                 const vb four_columns = *(const vb *)w;
                 __builtin_prefetch(w + AHEAD);
                 for (int i = 0; i < count; i++) {
@@ -424,8 +441,8 @@ INLINE void share(const duo_model *m, int me, int count, int *from, int *to) {
 
 /* 32 numbers as bytes. */
 INLINE void to_bytes(const float *x, int8_t *q, float *scale, int32_t *total) {
-    vf a = load(x), b = load(x + LANES);
-    vf size = larger(larger(a, -a), larger(b, -b));
+    vf size = all(0);
+    for (int i = 0; i < BLOCK; i += LANES) size = larger(size, larger(load(x + i), -load(x + i)));
     float most = largest(size), inverse = most > 0 ? 127 / most : 0;
     int32_t added = 0;
     for (int i = 0; i < BLOCK; i++) {
@@ -479,7 +496,7 @@ static void embed(duo_model *m, int me) {
     }
 }
 
-/* Sixteen numbers of a row's queries, keys and values, to where they belong. */
+/* LANES numbers of a row's queries, keys and values, to where they belong. */
 INLINE void put(duo_model *m, layer *l, int row, int at, vf v) {
     const int queries = m->heads * m->head, kv = m->kv_heads * m->head, position = m->work.positions[row];
     if (at < queries + kv) { /* neighbours turn together */
@@ -523,22 +540,35 @@ static void project(duo_model *m, layer *l, int me) {
         }
 }
 
-/* Adds `count` values (of `vectors` vectors each) to the results of up to four queries, each with its own weights. */
-INLINE void weigh(float (*weights)[STRETCH], const uint16_t *values, int head, int count, int queries, const int vectors,
-                  const float *fade, float *const *results, int at) {
-    const float *w[4];
-    vf total[4][4];
-    for (int i = 0; i < 4; i++) {
-        w[i] = weights[i < queries ? i : 0];
-        for (int v = 0; v < vectors; v++) total[i][v] = load(results[i < queries ? i : 0] + at + v * LANES) * fade[i < queries ? i : 0];
+/* Scores of `queries` queries for the keys of a block. */
+INLINE void score_block(const float *const *query, const uint16_t *block, const int head, const int queries, vf *scores) {
+    for (int i = 0; i < queries; i++) scores[i] = all(0);
+    for (int d = 0; d < head; d++) {
+        const vf k = load_bf16(block + d * LANES);
+        for (int i = 0; i < queries; i++) scores[i] += query[i][d] * k;
     }
+}
+
+/* Adds `count` values (of `vectors` vectors each) to the results of `queries` queries, each with its own weights. */
+INLINE void weigh(float (*weights)[STRETCH], const uint16_t *values, int head, int count, const int queries, const int vectors,
+                  const float *fade, float *const *results, int at) {
+    vf total[TOGETHER][4];
+    for (int i = 0; i < queries; i++)
+        for (int v = 0; v < vectors; v++) total[i][v] = load(results[i] + at + v * LANES) * fade[i];
     for (int p = 0; p < count; p++, values += head)
         for (int v = 0; v < vectors; v++) {
             const vf value = load_bf16(values + v * LANES);
-            for (int i = 0; i < 4; i++) total[i][v] += w[i][p] * value;
+            for (int i = 0; i < queries; i++) total[i][v] += weights[i][p] * value;
         }
     for (int i = 0; i < queries; i++)
         for (int v = 0; v < vectors; v++) store(results[i] + at + v * LANES, total[i][v]);
+}
+
+INLINE void weigh_all(float (*weights)[STRETCH], const uint16_t *values, const int head, int count, const int queries, const float *fade,
+                      float *const *results) {
+    int d = 0;
+    for (; d + WIDE * LANES <= head; d += WIDE * LANES) weigh(weights, values + d, head, count, queries, WIDE, fade, results, 2 + d);
+    for (; d < head; d += LANES) weigh(weights, values + d, head, count, queries, 1, fade, results, 2 + d);
 }
 
 /* Queries of `rows` rows and one key head over the trunk's positions `low` to `high`. A part: maximum, sum, weighted values. */
@@ -563,15 +593,12 @@ INLINE void attend_with(duo_model *m, layer *l, int kv, int first, int rows, int
             const uint16_t *block = keys + (size_t)(start + b * LANES) * head;
             vi place;
             for (int i = 0; i < LANES; i++) place[i] = start + b * LANES + i;
-            for (int i = 0; i < count; i += 4) {
-                const int some = count - i < 4 ? count - i : 4;
-                const float *q0 = query[i], *q1 = query[i + (some > 1)], *q2 = query[i + (some > 2 ? 2 : 0)],
-                            *q3 = query[i + (some > 3 ? 3 : 0)];
-                vf s[4] = {all(0), all(0), all(0), all(0)};
-                for (int d = 0; d < head; d++) {
-                    const vf k = load_bf16(block + d * LANES);
-                    s[0] += q0[d] * k, s[1] += q1[d] * k, s[2] += q2[d] * k, s[3] += q3[d] * k;
-                }
+            for (int i = 0, some; i < count; i += some) {
+                vf s[TOGETHER];
+                some = count - i >= TOGETHER ? TOGETHER : count - i >= 3 ? 3 : 1;
+                if (some == TOGETHER) score_block(query + i, block, head, TOGETHER, s);
+                else if (some == 3) score_block(query + i, block, head, 3, s);
+                else score_block(query + i, block, head, 1, s);
                 for (int j = 0; j < some; j++) {
                     const vi seen = (place >= m->work.begin) & (place < end[i + j]);
                     *(vf *)(score[i + j] + b * LANES) = pick(seen, s[j], all(NEVER));
@@ -592,15 +619,13 @@ INLINE void attend_with(duo_model *m, layer *l, int kv, int first, int rows, int
             result[i][0] = now;
             result[i][1] = result[i][1] * fade[i] + sum(total);
         }
-        for (int i = 0; i < count; i += 4)
-            for (int d = 0; d < head; d += 4 * LANES) {
-                const int some = count - i < 4 ? count - i : 4, left = head - d < 4 * LANES ? head - d : 4 * LANES;
-                if (left == 4 * LANES)
-                    weigh(score + i, values + (size_t)start * head + d, head, stop - start, some, 4, fade + i, result + i, 2 + d);
-                else
-                    for (int v = 0; v < left; v += LANES)
-                        weigh(score + i, values + (size_t)start * head + d + v, head, stop - start, some, 1, fade + i, result + i, 2 + d + v);
-            }
+        const uint16_t *from = values + (size_t)start * head;
+        for (int i = 0, some; i < count; i += some) {
+            some = count - i >= TOGETHER ? TOGETHER : count - i >= 3 ? 3 : 1;
+            if (some == TOGETHER) weigh_all(score + i, from, head, stop - start, TOGETHER, fade + i, result + i);
+            else if (some == 3) weigh_all(score + i, from, head, stop - start, 3, fade + i, result + i);
+            else weigh_all(score + i, from, head, stop - start, 1, fade + i, result + i);
+        }
     }
 }
 
@@ -680,15 +705,15 @@ static void feed(duo_model *m, layer *l, int me, int first) {
     share(m, me, blocks, &from, &to);
     for (int block = from; block < to; block++)
         for (int row = first; row < m->work.rows; row += 8) {
-            vf gate[2][8], up[2][8];
+            vf gate[BLOCK / LANES][8], up[BLOCK / LANES][8];
             int count = m->work.rows - row < 8 ? m->work.rows - row : 8;
-            for (int j = 0; j < 2; j++) {
-                product(&l->gate, 2 * block + j, &a, row - first, count, gate[j]);
-                product(&l->up, 2 * block + j, &a, row - first, count, up[j]);
+            for (int j = 0; j < BLOCK / LANES; j++) {
+                product(&l->gate, block * (BLOCK / LANES) + j, &a, row - first, count, gate[j]);
+                product(&l->up, block * (BLOCK / LANES) + j, &a, row - first, count, up[j]);
             }
             for (int i = 0; i < count; i++) {
                 _Alignas(64) float h[BLOCK];
-                for (int j = 0; j < 2; j++) *(vf *)(h + j * LANES) = gate[j][i] / (1 + exponential(-gate[j][i])) * up[j][i];
+                for (int j = 0; j < BLOCK / LANES; j++) *(vf *)(h + j * LANES) = gate[j][i] / (1 + exponential(-gate[j][i])) * up[j][i];
                 size_t at = (size_t)(row - first + i) * blocks + block;
                 to_bytes(h, m->hidden.quants + at * BLOCK, m->hidden.scales + at, m->hidden.sums + at);
             }
@@ -827,6 +852,9 @@ static void begin_work(duo_model *m) {
 }
 
 /* What Python calls */
+
+/* Has it been built for a processor whose vectors of bytes it knows how to multiply? Elsewhere a general engine is faster. */
+int duo_is_fast(void) { return LANES > 4; }
 
 static int make_bytes(bytes *b, int rows, int columns) {
     *b = (bytes){columns, room((size_t)rows * columns), room(sizeof(float) * rows * (columns / BLOCK)), room(4 * (size_t)rows * (columns / BLOCK))};

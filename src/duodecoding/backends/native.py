@@ -48,6 +48,15 @@ def library() -> ctypes.CDLL:
     return load(build())
 
 
+def fast_library() -> ctypes.CDLL:
+    """The same, where it is faster than llama.cpp. Raises BackendMissing elsewhere."""
+    found = library()
+    if not found.duo_is_fast():
+        why, fix = "this processor has neither AVX2 nor AVX-512", "--draft-engine native takes it all the same."
+        raise BackendMissing("llama.cpp drafts faster here than our own engine", why, fix)
+    return found
+
+
 def load(path: Path) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))

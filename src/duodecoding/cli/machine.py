@@ -51,7 +51,7 @@ def draft_engine() -> dict[str, str]:
     from duodecoding.errors import BackendMissing
 
     try:
-        native.library()
+        native.fast_library()
     except BackendMissing as error:
         return {"engine": "llamacpp", "why": error.why}
     return {"engine": "native", "why": ""}
