@@ -402,7 +402,8 @@ class Overlap:
             self._core.round_took(lesson.gained, lesson.seconds)
 
     def _commit(self, tokens: list[int]) -> None:
-        """Tell a worker at once if it has nothing useful to do, else when the next pass has begun; then see what it has to say."""
+        """Tell a worker at once if it has nothing useful to do (as always behind lockstep's barrier), else when the next pass has
+        begun; then see what it has to say."""
         core = self._core
         dead = self._remote.interruptible and core.all_dead(self._clock.expanding)
         if dead:
@@ -410,7 +411,8 @@ class Overlap:
         self._untold += tokens
         if self._free.lookup is not None:
             self._free.lookup.commit(tokens)
-        if dead or not self._target.overlaps or core.finish_reason is not None or not self._remote.growing:
+        at_once = dead or self._lockstep or not self._target.overlaps or not self._remote.growing
+        if at_once or core.finish_reason is not None:
             self._tell(interrupt=dead)
         self._clock.committed(time.monotonic(), interrupted=dead)
         self._take()
