@@ -1,6 +1,7 @@
 """What a draft step costs, all of ours included: choosing leaves, the model, its best guesses, bookkeeping. By width, in turns.
 
     python benchmarks/draft_step.py [DRAFT.gguf ...] [--engines native llamacpp] [--threads 12] [--widths 1 2 4 8 16] [--rounds 6]
+    python benchmarks/draft_step.py --engines native native:haswell   # as a processor without AVX-512 would run it
 
 Every draft on every engine takes a turn in each round, so that a busy machine disturbs all alike. Milliseconds a step; a prompt
 of 1,000 tokens in microseconds a token.
@@ -19,8 +20,10 @@ import common
 
 import duodecoding
 from duodecoding import backends
+from duodecoding.backends import native
 from duodecoding.backends.base import Draft
 from duodecoding.backends.llamacpp import physical_cores
+from duodecoding.backends.native_draft import NativeDraft
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.types import EngineConfig, SamplingParams
@@ -68,7 +71,9 @@ def prompt_speed(drafter: ModelDrafter, prompt: list[int]) -> float:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafts", type=Path, nargs="*", default=[EMBEDDED])
-    parser.add_argument("--engines", nargs="+", default=["native", "llamacpp"], choices=["native", "llamacpp"])
+    parser.add_argument(
+        "--engines", nargs="+", default=["native", "llamacpp"], help="native, native:PROCESSOR (gcc's name) or llamacpp"
+    )
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -76,6 +81,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.1, help="of each width in a round")
     parser.add_argument("--name", default="draft_step")
     return parser.parse_args()
+
+
+def load(path: Path, engine: str, threads: int) -> Draft:
+    kind, _, processor = engine.partition(":")
+    if processor:
+        library = native.load(native.build([f"-march={processor}"]))
+        return NativeDraft(path, context=EngineConfig().ctx_size, threads=threads, library=library)
+    return backends.load_draft(path, EngineConfig(threads=threads, draft_engine=kind))  # type: ignore[arg-type]
 
 
 def turn_of(name: str, draft: Draft, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -93,9 +106,7 @@ def turn_of(name: str, draft: Draft, options: argparse.Namespace) -> dict[str, l
 def main() -> None:
     options = arguments()
     loaded: dict[str, Draft] = {
-        f"{path.stem}, {engine}": backends.load_draft(path, EngineConfig(threads=options.threads, draft_engine=engine))
-        for path in options.drafts
-        for engine in options.engines
+        f"{path.stem}, {engine}": load(path, engine, options.threads) for path in options.drafts for engine in options.engines
     }
     times: dict[str, list[float]] = defaultdict(list)
     for turn in range(options.rounds + 1):
