@@ -14,6 +14,7 @@ from duodecoding.cli.main import main
 from duodecoding.cli.profile import in_words, priced
 from duodecoding.costs import from_record, to_record
 from duodecoding.errors import UsageError
+from duodecoding.realtime import Pace
 from duodecoding.types import EngineConfig, SamplingParams
 from duodecoding.virtual import load_profile
 
@@ -347,3 +348,19 @@ def test_without_torch_a_gpu_cannot_be_measured(monkeypatch):
 def test_a_full_pass_is_a_size_that_is_measured():
     # 63 guesses and the root: one row more would begin another tile of a GPU.
     assert EngineConfig().max_nodes + 1 in measure.NODES
+
+
+def test_steps_are_learnt_as_if_their_context_were_the_measured_one():
+    """Else a long answer would make the next, short one's steps look dear."""
+    target, draft, clock = timed()
+    draft.per_token = 1e-6
+    costs = measure.measure(target, draft, contexts=(64, 512), nodes=(1, 2), repeats=2, clock=clock)
+    pace = Pace(costs)
+    before = pace.costs.draft(4)
+    for _ in range(20):
+        pace.draft_step(4, before + 4e-6 * 1000, 1064)  # as long as it should take there
+    assert pace.costs.draft(4) == pytest.approx(before, rel=1e-3)
+    for _ in range(60):
+        pace.draft_step(4, 2 * before + 4e-6 * 1000, 1064)
+    assert pace.costs.draft(4) == pytest.approx(2 * before, rel=0.02)
+    assert pace.costs.draft_cost(4, 1064) == pytest.approx(2 * before + 0.004, rel=0.02)
