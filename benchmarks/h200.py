@@ -143,10 +143,11 @@ class Rig:
         from transformers import AttentionInterface
 
         from duodecoding.backends.torch import TorchTarget
+        from duodecoding.backends.torch_graphs import peak
         from duodecoding.backends.torch_slots import ATTENTION, attention
 
         AttentionInterface.register(ATTENTION, attention)
-        torch.cuda.reset_peak_memory_stats()
+        peak.forget()
         start = time.monotonic()
         model = rig.build(rig.SHAPES[self.shape], DEVICE, torch.bfloat16, rig.read_gguf(self._gguf), ATTENTION)
         built = time.monotonic()

@@ -26,6 +26,7 @@ import rig
 
 from duodecoding.backends import torch_kernels
 from duodecoding.backends.torch import TorchTarget
+from duodecoding.backends.torch_graphs import peak
 from duodecoding.backends.torch_inputs import Inputs, Rows
 from duodecoding.backends.torch_slots import ATTENTION, attention
 from duodecoding.core import walk
@@ -310,7 +311,7 @@ def main() -> None:
     results["prepared_s"] = round(time.perf_counter() - start, 1)
     if max(options.contexts) >= PROMPT:
         results["first_token_4096_ms"] = round(first_token_ms(target, PROMPT), 2)
-    results["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    results["memory_gb"] = round(peak() / 1e9, 2)
     if options.profile:
         results["kernels_us"] = {f"{n}@{c}": profile(target, n, c) for c in options.contexts for n in (1, 64)}
     target.close()

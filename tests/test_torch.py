@@ -813,6 +813,18 @@ def test_in_half_precision_guesses_do_not_change_the_answer_either() -> None:
     target.close()
 
 
+def test_the_peak_of_memory_is_not_forgotten_by_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = [500, 0, 300]  # in use at most: before a capture, in the middle of it, afterwards
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: used[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: used.pop(0))
+    peak = torch_graphs.Peak()
+    assert peak() == 500
+    peak.count_anew(CPU)
+    assert (used, peak()) == ([0, 300], 500)
+    peak.forget()
+    assert peak() == 300
+
+
 def test_a_graph_asks_for_its_memory_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = iter([100 << 20, 300 << 20])
     emptied: list[bool] = []

@@ -51,7 +51,7 @@ HANDSHAKE_SECONDS = 10.0  # a stranger who says nothing does not keep others wai
 LOOK_UP_SECONDS = 2.0  # how often an idle worker makes sure that its parent lives
 LOCAL = ("127.0.0.1", "localhost", "::1")
 PR_SET_PDEATHSIG = 1
-BESIDE_GPU = -1  # layers of the target that are not on this CPU: all
+ELSEWHERE = -1  # `gpu_layers` of a target that does not want this CPU
 YOUNG = 20_000  # objects that are made before Python looks for garbage: a step makes hundreds, all of which are in use
 
 
@@ -216,7 +216,7 @@ def serve(
         raise UsageError(
             f"a draft server on {host} without a secret", "anyone who can reach it could use it", "Give --secret, or use 127.0.0.1."
         )
-    draft = backends.load_draft(path, replace(config, gpu_layers=BESIDE_GPU))  # wherever the target is, it is not here
+    draft = backends.load_draft(path, replace(config, gpu_layers=ELSEWHERE))  # wherever the target is, it is not here
     try:
         with _listen(host, port) as listener:
             ready(*listener.getsockname()[:2])
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _settle(options)
     connection = worker_side(socket.socket(fileno=options.fd))
     try:
-        gpu = BESIDE_GPU if options.beside_gpu else 0
+        gpu = ELSEWHERE if options.beside_gpu else 0
         config = EngineConfig(ctx_size=options.ctx_size, threads=options.threads, draft_engine=options.engine, gpu_layers=gpu)
         draft = backends.load_draft(options.draft, config)
         flag = mmap.mmap(options.flag_fd, mmap.PAGESIZE)

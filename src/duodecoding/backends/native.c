@@ -540,6 +540,9 @@ static void project(duo_model *m, layer *l, int me) {
         }
 }
 
+/* Of so many queries that are left, those that are taken at once. */
+INLINE int at_once(int left) { return left >= TOGETHER ? TOGETHER : left >= 3 ? 3 : 1; }
+
 /* Scores of `queries` queries for the keys of a block. */
 INLINE void score_block(const float *const *query, const uint16_t *block, const int head, const int queries, vf *scores) {
     for (int i = 0; i < queries; i++) scores[i] = all(0);
@@ -595,7 +598,7 @@ INLINE void attend_with(duo_model *m, layer *l, int kv, int first, int rows, int
             for (int i = 0; i < LANES; i++) place[i] = start + b * LANES + i;
             for (int i = 0, some; i < count; i += some) {
                 vf s[TOGETHER];
-                some = count - i >= TOGETHER ? TOGETHER : count - i >= 3 ? 3 : 1;
+                some = at_once(count - i);
                 if (some == TOGETHER) score_block(query + i, block, head, TOGETHER, s);
                 else if (some == 3) score_block(query + i, block, head, 3, s);
                 else score_block(query + i, block, head, 1, s);
@@ -621,7 +624,7 @@ INLINE void attend_with(duo_model *m, layer *l, int kv, int first, int rows, int
         }
         const uint16_t *from = values + (size_t)start * head;
         for (int i = 0, some; i < count; i += some) {
-            some = count - i >= TOGETHER ? TOGETHER : count - i >= 3 ? 3 : 1;
+            some = at_once(count - i);
             if (some == TOGETHER) weigh_all(score + i, from, head, stop - start, TOGETHER, fade + i, result + i);
             else if (some == 3) weigh_all(score + i, from, head, stop - start, 3, fade + i, result + i);
             else weigh_all(score + i, from, head, stop - start, 1, fade + i, result + i);

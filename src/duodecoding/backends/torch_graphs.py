@@ -13,6 +13,28 @@ GRAPH = 64 << 20  # bytes that a graph takes for itself, and by which what it as
 T = TypeVar("T")
 
 
+class Peak:
+    """The most memory that torch had in use, in bytes. A capture has to begin torch's own count anew."""
+
+    def __init__(self) -> None:
+        self._before = 0
+
+    def __call__(self) -> int:
+        return max(self._before, int(torch.cuda.max_memory_allocated()))
+
+    def count_anew(self, device: torch.device) -> None:
+        """Torch's own count: what it was is kept in mind."""
+        self._before = max(self._before, int(torch.cuda.max_memory_allocated(device)))
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def forget(self) -> None:
+        self._before = 0
+        torch.cuda.reset_peak_memory_stats()
+
+
+peak = Peak()
+
+
 def capture(work: Callable[[], T], device: torch.device, stream: Any, pool: Any = None) -> tuple[Any, T]:
     """A graph of the work, which is done a few times before, and where its result will be.
 
@@ -21,7 +43,7 @@ def capture(work: Callable[[], T], device: torch.device, stream: Any, pool: Any 
     here = torch.cuda.current_stream(device)
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
-        torch.cuda.reset_peak_memory_stats(device)
+        peak.count_anew(device)
         before = torch.cuda.memory_allocated(device)
         for _ in range(WARM_PASSES):
             work()

@@ -273,9 +273,15 @@ def _stages(programs: int, size: int, device: torch.device) -> int:
     return max(1, min(stages, room // size))
 
 
-def _tile(rows: int, most: int) -> int:
-    """Rows of one program. None has 32: with those, and no others, some rows were not what they are alone."""
-    return TILE if rows <= 2 * TILE else min(max(64, triton.next_power_of_2(rows)), most)
+def _product_tile(rows: int) -> int:
+    """Rows of one program of `_linear`. None has 32: with those, and no others, some rows were not what they are alone; and two of
+    TILE rows take longer than one of 64."""
+    return TILE if rows <= TILE else 64 if rows <= 64 else 128
+
+
+def _attention_tile(pairs: int) -> int:
+    """(row, query head) pairs of one program of `_partial`; not 32 either."""
+    return TILE if pairs <= 2 * TILE else WIDEST
 
 
 PLANS: dict[tuple[int, int], tuple[int, int, int]] = {}  # measured ones; they override the rule
@@ -291,7 +297,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, exact: bool = True) -> torch.T
     n = weight.shape[0]
     columns, inner, splits = PLANS.get((n, k)) or linear_plan(n, k)
     per_split = -(-k // (splits * inner)) * inner
-    tile = TILE if rows <= TILE else _tile(max(rows, 64), 128)  # two of TILE rows take longer than one of 64
+    tile = _product_tile(rows)
     out = torch.empty((splits, rows, n), dtype=_kind(x, splits, exact), device=x.device)
     grid = (-(-rows // tile), -(-n // columns), splits)
     even = n % columns == 0 and per_split * splits == k
@@ -329,7 +335,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def members(rows: int, groups: int) -> int:
     """Rows in a line of the table of `tree_attention`; `groups`: query heads that share a key head."""
-    return _tile(rows * groups, WIDEST) // groups
+    return _attention_tile(rows * groups) // groups
 
 
 @torch.library.custom_op("duodecoding::tree_attention", mutates_args=())
@@ -346,7 +352,7 @@ def tree_attention(
     written = BLOCK if rows * groups <= TILE and length <= SHORT else SPLIT  # the folds are the same, done here or there
     splits = -(-length // written)
     blocks = -(-(BLOCK - 1 + rows) // BLOCK)  # that a path has at most, behind the last one that is the same for all
-    tile = _tile(rows * groups, WIDEST)
+    tile = _attention_tile(rows * groups)
     tiles, lines = -(-rows * groups // tile), min(rows, LINES)
     pairs = rows * groups
     part = torch.empty((shared_heads, splits + blocks, pairs, size), dtype=torch.float32, device=q.device)

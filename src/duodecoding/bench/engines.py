@@ -149,12 +149,20 @@ def _choice(target: Target, tokens: Sequence[int], params: SamplingParams) -> Ch
 def peak_memory(engines: Sequence[Engine]) -> dict[str, int]:
     """Bytes held at most so far: by this process, by the largest of the workers, on the GPU. 0: not known, or none."""
     workers = [engine.llm.drafters.remote for engine in engines]
-    torch = sys.modules.get("torch")
     return {
         "engine_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         "worker_bytes": max((_peak_of(w.pid) for w in workers if w is not None and w.pid is not None), default=0),
-        "gpu_bytes": int(torch.cuda.max_memory_allocated()) if torch is not None and torch.cuda.is_available() else 0,
+        "gpu_bytes": _gpu_peak(),
     }
+
+
+def _gpu_peak() -> int:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return 0
+    from duodecoding.backends.torch_graphs import peak
+
+    return peak()
 
 
 def _peak_of(pid: int) -> int:
