@@ -12,7 +12,7 @@ from duodecoding import machine, measure
 from duodecoding.backends import scripted
 from duodecoding.cli.main import main
 from duodecoding.cli.profile import in_words, priced
-from duodecoding.costs import from_record, to_record
+from duodecoding.costs import CostCurve, from_record, to_record
 from duodecoding.errors import UsageError
 from duodecoding.realtime import Pace
 from duodecoding.types import EngineConfig, SamplingParams
@@ -116,6 +116,8 @@ def test_draft_steps_with_more_context():
     assert profile.draft_cost(4, 64) == pytest.approx(0.004)
     assert profile.draft_cost(4, 1064) == pytest.approx(0.004 + 0.004)
     assert profile.draft_at(1064)[4] == pytest.approx(0.008)
+    quick = replace(profile, draft=CostCurve({1: 1e-6}))
+    assert 0 < quick.draft_cost(4, 1) < 1e-6  # with less context than it was measured with: a cost is never nothing
     assert to_record(from_record(to_record(profile), where="here")) == to_record(profile)
     few = measure.measure(target, draft, contexts=(64,), nodes=(1, 2), repeats=2, clock=clock)
     assert few.longer is None

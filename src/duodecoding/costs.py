@@ -94,7 +94,8 @@ class Profile:
 
     def draft_cost(self, leaves: int, context: int, *, in_turn: bool = False) -> float:
         """Of a draft step."""
-        return (self.draft_in_turn if in_turn else self.draft)(leaves) + self.for_context(leaves, context)
+        known = (self.draft_in_turn if in_turn else self.draft)(leaves)
+        return known if self.longer is None else max(known + self.for_context(leaves, context), SHORTEST)
 
     def for_context(self, leaves: int, context: int) -> float:
         """What so much context adds to a draft step, or saves."""
@@ -102,7 +103,7 @@ class Profile:
 
     def draft_at(self, context: int) -> dict[int, float]:
         """The points of the curve with so much context."""
-        return {leaves: max(self.draft_cost(leaves, context), SHORTEST) for leaves in self.draft.points}
+        return {leaves: self.draft_cost(leaves, context) for leaves in self.draft.points}
 
     def verify_at(self, context: int) -> CostCurve:
         """The curve of the nearest measured context, for observing into."""
