@@ -53,6 +53,7 @@ def attentions(heads: int, kv_heads: int, size: int) -> dict[int, dict[int, int]
         for n in (1, *COUNTS):
             inputs = Inputs(n, DEVICE, torch_kernels.members(n, heads // kv_heads))
             inputs.fill(Rows(first, [0] * n, [-1] + [0] * (n - 1)))
+            inputs.send()
             shorter = 512 if first + n <= 512 else length
             results[n] = torch_kernels.tree_attention(
                 q[:, :n], keys[:, :shorter], values[:, :shorter], inputs.table, size**-0.5, shorter
@@ -75,6 +76,7 @@ def states(runner: Any, rows: Rows, length: int) -> list[torch.Tensor]:
     """The first row after the embedding and after every layer, then its logits."""
     model, inputs = runner.model, Inputs(len(rows.tokens), DEVICE, runner._members(len(rows.tokens)))
     inputs.fill(rows)
+    inputs.send()
     runner.slots.slots = rows.first + torch.arange(inputs.rows, device=DEVICE)
     runner.slots.length = length
     hidden = model.model.embed_tokens(inputs.tokens[None])
@@ -115,6 +117,7 @@ def parts(runner: Any, first: int, tokens: list[int]) -> dict[str, int]:
     for n in (1, 64):
         inputs = Inputs(n, DEVICE, runner._members(n))
         inputs.fill(Rows(first, tokens[:n], [-1] + [0] * (n - 1)))
+        inputs.send()
         runner.slots.slots, runner.slots.length = first + torch.arange(n, device=DEVICE), 512
         hidden = runner.model.model.embed_tokens(inputs.tokens[None])
         layer(

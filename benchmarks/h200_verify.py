@@ -29,7 +29,7 @@ from duodecoding.backends.torch import TorchTarget
 from duodecoding.backends.torch_graphs import peak
 from duodecoding.backends.torch_inputs import Inputs, Rows
 from duodecoding.backends.torch_slots import ATTENTION, attention
-from duodecoding.core import walk
+from duodecoding.core import places, walk
 from duodecoding.tree import PassNode
 from duodecoding.types import SamplingParams
 
@@ -161,7 +161,8 @@ def rounds(target: TorchTarget, guesses: list[PassNode], context: int, count: in
 
     def one() -> float:
         start = time.perf_counter()
-        verdict = walk(guesses, target.verify([(conversation, guesses)])[0])
+        choose = target.verify([(conversation, guesses)])[0]
+        verdict = walk(guesses, choose, places(guesses))  # looked for while the device works, as in an answer
         conversation.commit([verdict.choices[0].token])
         return time.perf_counter() - start
 
@@ -212,6 +213,7 @@ def check_attention(heads: int = 8, size: int = 128) -> dict[str, bool]:
 def _chain_table(first: int, rows: int) -> torch.Tensor:
     inputs = Inputs(rows, DEVICE, torch_kernels.members(rows, 1))
     inputs.fill(Rows(first, [0] * rows, range(-1, rows - 1)))
+    inputs.send()
     return inputs.table
 
 

@@ -157,8 +157,8 @@ def test_the_table_shows_each_row_its_path(parents: list[int], first: int, membe
 
 def test_rows_that_hang_under_one_path_share_a_line() -> None:
     beside = [ROOT, 0, 1, 2, 0, 0, 1, 2, 3, 3]  # a path of four, and guesses beside it
-    assert paths_with_rows(beside) == [([0, 1, 2, 3], list(range(10)))]
-    assert paths_with_rows([ROOT, 0, 0, 1, 2, 2]) == [([0, 1], [0, 1, 2, 3]), ([0, 2], [4, 5])]
+    assert paths_with_rows(beside, Rows(0, beside, beside).depths) == [([0, 1, 2, 3], list(range(10)))]
+    assert paths_with_rows([ROOT, 0, 0, 1, 2, 2], [0, 1, 1, 2, 2, 2]) == [([0, 1], [0, 1, 2, 3]), ([0, 2], [4, 5])]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

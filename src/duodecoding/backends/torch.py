@@ -163,9 +163,8 @@ class TorchTarget:
     def _pass(self, conversation: TorchConversation, nodes: Sequence[PassNode]) -> Choose:
         pending = len(conversation.tokens) - conversation.cached
         if pending == 1:
-            rows = Rows(
-                conversation.cached, [conversation.tokens[-1], *(n.token for n in nodes)], [ROOT, *(n.parent + 1 for n in nodes)]
-            )
+            tokens, parents = [n.token for n in nodes], [n.parent + 1 for n in nodes]
+            rows = Rows(conversation.cached, [conversation.tokens[-1], *tokens], [ROOT, *parents])
             choices = self._choices(conversation, rows)
             conversation.cached, conversation.nodes, conversation.asked = len(conversation.tokens), nodes, []
             return lambda i: choices(conversation.note(i) + 1)

@@ -29,6 +29,7 @@ class Voice:
         self.prompt = list(prompt) if params.repetition_penalty != 1 else []
         self.answer: list[int] = []
         self.counts = bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
+        self.asks = self.counts or not params.greedy  # does the device want anything but the logits?
         self.bias = {token: bias for token, bias in params.logit_bias.items() if token < vocab}
         # All that the arithmetic on the device depends on, except for the seed.
         self.kind = replace(params, max_tokens=1, seed=0, stop=(), ignore_eos=False, logit_bias={}, json_schema="", top_logprobs=0)
@@ -52,7 +53,9 @@ class Table:
         self.paths = self._device[1 + rows :].view(rows, depth)
         self.found = torch.zeros((3, rows), dtype=torch.float64, device=device)
         self._fetched = torch.zeros((3, rows), dtype=torch.float64, pin_memory=pinned) if pinned else self.found
+        self._results = self._fetched.numpy()
         self._done: Any = torch.cuda.Event() if pinned else None
+        self._under_way = False
 
     def fill(self, seed: int, positions: Sequence[int], path_of: PathOf) -> None:
         view = self._view
@@ -64,23 +67,32 @@ class Table:
             for i in range(len(positions)):
                 path = path_of(i)
                 table[i, : len(path)] = path
+
+    def send(self) -> None:
+        """What was filled in last, to the device."""
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
 
     def send_back(self) -> None:
-        """Ask for the results, behind what the device is doing."""
-        if self._done is not None:
+        """What the device found."""
+        if self._fetched is not self.found:
             self._fetched.copy_(self.found, non_blocking=True)
+
+    def launched(self) -> None:
+        """All of that is on its way."""
+        if self._done is not None:
             self._done.record()
+            self._under_way = True
 
     def wait(self) -> None:
         """For the results: the one synchronisation of a round."""
-        if self._done is not None:
+        if self._under_way:
             self._done.synchronize()
+            self._under_way = False
 
     def results(self) -> list[list[float]]:
         self.wait()
-        values: list[list[float]] = self._fetched.tolist()
+        values: list[list[float]] = self._results.tolist()
         return values
 
 
@@ -135,10 +147,10 @@ class Chooser:
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = Table(*key, self._device)
-        if voice.counts or not voice.params.greedy:  # else the device asks for nothing but the logits
+        if voice.asks:
             table.fill(voice.params.seed, positions, path_of)
         self._run(logits, voice, table, stays=stays)
-        table.send_back()
+        table.launched()
         self._running = table
         found: list[list[float]] = []
 
@@ -168,9 +180,12 @@ class Chooser:
 
     @torch.no_grad()
     def _compute(self, logits: torch.Tensor, voice: Voice, table: Table) -> None:
+        if voice.asks:
+            table.send()
         history = History(self._counts, self._seen, table.paths) if voice.counts else None
         bias = self._bias if voice.bias else None
         table.found.copy_(torch_sampling.choose(logits, voice.kind, table.seed, table.positions, history, bias))
+        table.send_back()
 
     def _capture(self, key: tuple[Any, ...], logits: torch.Tensor, voice: Voice, table: Table) -> Any:
         graph, _ = capture(lambda: self._compute(logits, voice, table), self._device, self._stream)

@@ -1,4 +1,4 @@
-"""The arguments of a pass, in buffers that stay: filled on the host, sent to the device by one copy."""
+"""The arguments of a pass, in buffers that stay: filled on the host, sent to the device by one copy, the first thing in a graph."""
 
 from __future__ import annotations
 
@@ -38,25 +38,26 @@ class Rows:
         return rows[::-1]
 
 
-def paths_with_rows(parents: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def paths_with_rows(parents: Sequence[int], depths: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Few paths from the top down, each with the rows that hang under one of its rows (or under nothing): every row once."""
     found: list[tuple[list[int], list[int]]] = [([], [])]
-    depths: list[int] = []
     under: list[int] = []  # of each row: the path it hangs under
-    holder: list[int] = []  # of each row: the path it is part of; -1: none yet
+    holder = [-1] * len(parents)  # of each row: the path it is part of; -1: none yet
     for row, parent in enumerate(parents):
-        if parent >= 0 and holder[parent] < 0:  # the path that the parent hangs under goes on with it, or forks
-            which, depth = under[parent], depths[parent]
-            if len(found[which][0]) > depth:
-                found.append((found[which][0][:depth], []))
-                which = len(found) - 1
-            found[which][0].append(parent)
-            holder[parent] = which
-        which = holder[parent] if parent >= 0 else 0
+        which = 0
+        if parent >= 0:
+            which = holder[parent]
+            if which < 0:  # the path that the parent hangs under goes on with it, or forks
+                which, depth = under[parent], depths[parent]
+                path = found[which][0]
+                if len(path) > depth:
+                    which = len(found)
+                    path = path[:depth]
+                    found.append((path, []))
+                path.append(parent)
+                holder[parent] = which
         found[which][1].append(row)
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
         under.append(which)
-        holder.append(-1)
     return found
 
 
@@ -75,39 +76,48 @@ class Inputs:
         self._host = torch.zeros(ends + 2 * self.moves_at_most, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host.to(device) if device.type == "cuda" else self._host
         self._flat = memoryview(self._host.numpy())
-        self._heads = self._host.numpy()[2 * rows : ends].reshape(rows, self._width)[:, :3]
         self.tokens, self.positions = self._device[:rows], self._device[rows : 2 * rows]
         self.table = self._device[2 * rows : ends].view(rows, self._width)
         self.moves = self._device[ends:].view(2, self.moves_at_most)  # from, to
+        self._moves = 0  # of these, not padding
 
     def fill(self, rows: Rows, moves: Sequence[tuple[int, int]] = ()) -> None:
         """Rows beyond those given are padding: they hang beside the first row and nobody sees them. So are moves of slot 0 to
-        itself."""
-        flat, size, first = self._flat, self.rows, rows.first
-        spare = size - len(rows.tokens)
-        flat[:size] = array("i", [*rows.tokens, *[rows.tokens[0]] * spare])
-        depths = [*rows.depths, *[0] * spare]
+        itself. The device has nothing to do meanwhile, so this is to be quick."""
+        flat, size, first, width = self._flat, self.rows, rows.first, self._width
+        count = len(rows.tokens)
+        parents: Sequence[int] = rows.parents
+        depths: Sequence[int] = rows.depths
+        flat[:count] = array("i", rows.tokens)
+        if spare := size - count:
+            flat[count:size] = array("i", [rows.tokens[0]]) * spare
+            parents, depths = [*parents, *[ROOT] * spare], [*depths, *[0] * spare]
         flat[size : 2 * size] = array("i", [first + depth for depth in depths])
-        lines = self._lines([*rows.parents, *[ROOT] * spare], depths)
-        heads = self._heads
-        heads[:, 0], heads[:, 1], heads[:, 2] = first, len(lines), depths
-        at = 2 * size + 3
+        lines = self._lines(parents, depths)
+        table, ends = 2 * size, size * (2 + width)
+        flat[table:ends:width] = array("i", [first]) * size
+        flat[table + 1 : ends : width] = array("i", [len(lines)]) * size
+        flat[table + 2 : ends : width] = array("i", depths)
+        at = table + 3
         for line in lines:
             flat[at : at + len(line)] = array("i", line)
-            at += self._width
-        if self.moves_at_most:
+            at += width
+        if self.moves_at_most and (moves or self._moves):
             still = [0] * (self.moves_at_most - len(moves))
-            ends = size * (2 + self._width)
             flat[ends:] = array("i", [*[source for source, _ in moves], *still, *[to for _, to in moves], *still])
+            self._moves = len(moves)
+
+    def send(self) -> None:
+        """What was filled in last, to the device. A graph that has this in it does not have to be told."""
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
 
     def _lines(self, parents: Sequence[int], depths: Sequence[int]) -> list[list[int]]:
         lines, most = [], self.members
-        for path, hanging in paths_with_rows(parents):
+        for path, hanging in paths_with_rows(parents, depths):
             for i in range(0, len(hanging), most):
                 some = [DEEPER * depths[row] + row for row in hanging[i : i + most]]
-                lines.append([*some, *[-1] * (most - len(some)), *path])
+                lines.append(some + [-1] * (most - len(some)) + path)
         return lines
 
 
@@ -124,4 +134,6 @@ class Stretch:
     def fill(self, tokens: Sequence[int], first: int) -> None:
         spare = [tokens[0]] * (self.size - len(tokens))
         self._host.numpy()[:] = array("i", [*tokens, *spare, first, len(tokens) - 1])
+
+    def send(self) -> None:
         self._device.copy_(self._host, non_blocking=True)

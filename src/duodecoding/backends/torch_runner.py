@@ -82,6 +82,7 @@ class Runner:
 
     def _stretch_step(self, stretch: Stretch, length: int) -> torch.Tensor:
         """Tokens beyond the text lie behind it, where nobody looks and the next pass writes."""
+        stretch.send()
         places = stretch.first + torch.arange(stretch.size, device=self.device)
         mask = torch.arange(length, device=self.device) <= places[:, None]
         return self._forward(stretch.tokens, places, places, mask[None, None], length, keep=stretch.last)
@@ -115,6 +116,7 @@ class Runner:
         return members(rows, self._groups)
 
     def _step(self, inputs: Inputs, length: int) -> torch.Tensor:
+        inputs.send()
         if inputs.moves_at_most:
             self.slots.move(inputs.moves)
         places = inputs.table[0, 0] + torch.arange(inputs.rows, device=self.device)
