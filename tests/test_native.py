@@ -22,7 +22,7 @@ import pytest
 import tinymodels
 
 from duodecoding import machine, models, remote, worker
-from duodecoding.backends import load_draft, load_target, native, native_draft
+from duodecoding.backends import compiled, load_draft, load_target, native, native_draft
 from duodecoding.backends.base import Draft, Leaf, QuickDraft
 from duodecoding.backends.gguf_file import GgufFile
 from duodecoding.backends.llamacpp import LlamaTarget
@@ -342,7 +342,7 @@ def test_a_draft_that_it_cannot_run_goes_to_llama_cpp(model_path: Path, tmp_path
 
 
 def knows(processor: str) -> bool:
-    nothing = [*native._compiler(), f"-march={processor}", "-x", "c", "-E", os.devnull]
+    nothing = [*compiled.compiler(), f"-march={processor}", "-x", "c", "-E", os.devnull]
     return subprocess.run(nothing, capture_output=True, check=False).returncode == 0
 
 
@@ -463,7 +463,7 @@ def test_a_cache_that_is_no_folder(unbuilt: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_it_is_built_once(unbuilt: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = native.build()
-    unbuilt.setattr(native, "_compile", lambda *_: pytest.fail("built again"))
+    unbuilt.setattr(compiled, "_compile", lambda *_: pytest.fail("built again"))
     assert native.build() == first
     assert first.parent == tmp_path / "cache" / "native"
 

@@ -27,7 +27,7 @@ from duodecoding.backends import load_draft, load_target, on_gpu, read_vocabular
 from duodecoding.backends.torch import TorchTarget  # noqa: E402
 from duodecoding.backends.torch_choices import Chooser, Voice  # noqa: E402
 from duodecoding.backends.torch_fast import Fast, RowLinear  # noqa: E402
-from duodecoding.backends.torch_inputs import Inputs, Rows, Stretch, paths_with_rows  # noqa: E402
+from duodecoding.backends.torch_inputs import MOVES, Inputs, Rows, Stretch, compiled_rows, paths_with_rows  # noqa: E402
 from duodecoding.backends.torch_runner import Runner  # noqa: E402
 from duodecoding.backends.torch_slots import ATTENTION, DEEPER, CacheShape, Slots, attention, tree_mask  # noqa: E402
 from duodecoding.backends.torch_text import TransformersVocabulary  # noqa: E402
@@ -138,10 +138,16 @@ TREES = st.lists(st.integers(0, 10**6), min_size=1, max_size=40).map(
 )
 
 
-@given(TREES, st.integers(0, 50), st.sampled_from([1, 3, 16]))
-def test_the_table_shows_each_row_its_path(parents: list[int], first: int, members: int) -> None:
+def without_compiler(rows: int, members: int) -> Inputs:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("duodecoding.backends.torch_inputs.compiled_rows", lambda: None)
+        return Inputs(rows, CPU, members)
+
+
+@given(TREES, st.integers(0, 50), st.sampled_from([1, 3, 16]), st.booleans())
+def test_the_table_shows_each_row_its_path(parents: list[int], first: int, members: int, compiled: bool) -> None:
     rows = Rows(first, [0] * len(parents), parents)
-    inputs = Inputs(len(parents), CPU, members)
+    inputs = Inputs(len(parents), CPU, members) if compiled else without_compiler(len(parents), members)
     inputs.fill(Rows(9, [0] * len(parents), [ROOT, *[0] * (len(parents) - 1)]))  # what an earlier pass left there
     inputs.fill(rows)
     found: dict[int, list[int]] = {}
@@ -153,6 +159,35 @@ def test_the_table_shows_each_row_its_path(parents: list[int], first: int, membe
             assert row not in found
             found[row] = [*line[3 + members :][:depth], row]
     assert found == {row: rows.path(row) for row in range(len(parents))}
+
+
+@given(TREES, st.integers(0, 50), st.sampled_from([1, 3, 16, 32]), st.integers(0, 88))
+def test_compiled_or_not_the_arguments_are_the_same(parents: list[int], first: int, members: int, padding: int) -> None:
+    rows = Rows(first, [31 * i + 7 for i in range(len(parents))], parents)
+    size = len(parents) + padding
+    ours, plain = Inputs(size, CPU, members), without_compiler(size, members)
+    for inputs in (ours, plain):
+        inputs.fill(rows, [(9, 4), (8, 5)] if size > 1 else [])
+    assert torch.equal(ours.tokens, plain.tokens)
+    assert torch.equal(ours.positions, plain.positions)
+    assert torch.equal(ours.table, plain.table)
+    assert torch.equal(ours.moves, plain.moves)
+
+
+def test_rows_before_their_parents_are_refused() -> None:
+    if compiled_rows() is None:
+        pytest.skip("no compiler")
+    for parents in ([0], [ROOT, 2, 0], [ROOT] * 5):
+        with pytest.raises(ValueError, match="parents come before"):
+            Inputs(4, CPU, 4).fill(Rows(0, parents, parents))
+
+
+def test_planned_moves_are_forgotten_after_their_pass() -> None:
+    inputs = Inputs(2, CPU, 1)
+    inputs.fill(Rows(3, [1, 2], [ROOT, 0]), [(7, 6)])
+    assert inputs.moves.tolist() == [[7, *[0] * (MOVES - 1)], [6, *[0] * (MOVES - 1)]]
+    inputs.fill(Rows(3, [1, 2], [ROOT, 0]))
+    assert not inputs.moves.any()
 
 
 def test_rows_that_hang_under_one_path_share_a_line() -> None:

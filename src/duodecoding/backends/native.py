@@ -1,33 +1,17 @@
-"""The compiled part of our own draft engine: `native.c`, built for this very processor when it is first wanted, and its calls.
-
-A compiler is all it takes, and a few seconds once. Without one drafts run on llama.cpp, several times slower.
+"""The compiled part of our own draft engine, `native.c`, and its calls. Without a compiler drafts run on llama.cpp, several times
+slower.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
-from duodecoding import machine
+from duodecoding.backends import compiled
+from duodecoding.backends.compiled import NotBuilt
 from duodecoding.errors import BackendMissing
-
-FLAGS = (
-    *("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-Wno-psabi"),
-    # Not -ffast-math: linked into a library, it changes how the whole process rounds the smallest numbers.
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-)
-COMPILERS = ("cc", "gcc", "clang")
-BUILD_SECONDS = 120
 
 
 class Sampling(ctypes.Structure):
@@ -58,10 +42,7 @@ def fast_library() -> ctypes.CDLL:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    try:
-        loaded = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise _missing(f"{path} cannot be loaded ({error})") from error
+    loaded = _open(path)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     loaded.duo_new.restype = pointer
     loaded.duo_new.argtypes = [pointer, ctypes.c_float, pointer]
@@ -83,45 +64,19 @@ def load(path: Path) -> ctypes.CDLL:
 
 def build(tuning: Sequence[str] = ()) -> Path:
     """The library, from the cache where it was built before. `tuning`: flags that name another processor than this one."""
-    compiler = _compiler()
-    source = files("duodecoding.backends").joinpath("native.c").read_bytes()
-    command = [*compiler, *FLAGS, *(tuning or _tuning())]
-    # What `native` means here counts, too: a folder may be shared by different machines.
-    name = hashlib.sha256(source + "\0".join([*command, machine.cpu("flags", "Features")]).encode()).hexdigest()[:16]
-    place = machine.cache_folder() / "native" / f"draft-{name}.so"
-    if not place.exists():
-        _compile(command, source, place)
-    return place
-
-
-def _compile(command: list[str], source: bytes, place: Path) -> None:
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-            code, made = Path(folder) / "native.c", Path(folder) / "draft.so"
-            code.write_bytes(source)
-            work = [*command, str(code), "-o", str(made), "-lm"]
-            done = subprocess.run(work, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
-            if done.returncode:
-                lines = done.stderr.strip().splitlines()
-                raise _missing(next((line for line in lines if "error" in line), f"{command[0]} ended with {done.returncode}"))
-            os.replace(made, place)  # whoever builds at the same time writes the same
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise _missing(str(error)) from error
+        return compiled.build("native.c", tuning)
+    except NotBuilt as error:
+        raise _missing(error) from error
 
 
-def _compiler() -> list[str]:
-    chosen = shlex.split(os.environ.get("CC", ""))
-    for candidate in (chosen, *([name] for name in COMPILERS)):
-        if candidate and shutil.which(candidate[0]):
-            return candidate
-    raise _missing("there is no C compiler (cc, gcc or clang)")
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        return compiled.load(path)
+    except NotBuilt as error:
+        raise _missing(error) from error
 
 
-def _tuning() -> list[str]:
-    return ["-mcpu=native"] if platform.machine() in {"aarch64", "arm64"} else ["-march=native"]
-
-
-def _missing(why: str) -> BackendMissing:
+def _missing(why: NotBuilt) -> BackendMissing:
     fix = "Install a C compiler, or use llama.cpp: --draft-engine llamacpp"
-    return BackendMissing("our own draft engine cannot be built", why, fix)
+    return BackendMissing("our own draft engine cannot be built", str(why), fix)

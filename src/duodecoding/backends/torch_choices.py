@@ -53,7 +53,7 @@ class Table:
         self.paths = self._device[1 + rows :].view(rows, depth)
         self.found = torch.zeros((3, rows), dtype=torch.float64, device=device)
         self._fetched = torch.zeros((3, rows), dtype=torch.float64, pin_memory=pinned) if pinned else self.found
-        self._results = self._fetched.numpy()
+        self._results = memoryview(self._fetched.numpy().reshape(-1))
         self._done: Any = torch.cuda.Event() if pinned else None
         self._under_way = False
 
@@ -90,10 +90,11 @@ class Table:
             self._done.synchronize()
             self._under_way = False
 
-    def results(self) -> list[list[float]]:
+    def result(self, row: int) -> tuple[int, float, bool]:
+        """Its token, that one's log-probability, and whether the device was unsure."""
         self.wait()
-        values: list[list[float]] = self._results.tolist()
-        return values
+        found, rows = self._results, self.rows
+        return int(found[row]), found[rows + row], bool(found[2 * rows + row])
 
 
 class Chooser:
@@ -152,14 +153,12 @@ class Chooser:
         self._run(logits, voice, table, stays=stays)
         table.launched()
         self._running = table
-        found: list[list[float]] = []
 
         def choice(i: int) -> Choice:
-            if not found:
-                found.extend(table.results())
-            if found[2][i] or voice.sampler.needs_row:
+            token, logprob, unsure = table.result(i)
+            if unsure or voice.sampler.needs_row:
                 return voice.sampler.choose(logits[i].cpu().numpy(), positions[i], path_of(i))
-            return Choice(int(found[0][i]), found[1][i])
+            return Choice(token, logprob)
 
         return choice
 

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
+from duodecoding.backends import compiled
+from duodecoding.backends.compiled import NotBuilt
 from duodecoding.backends.torch_slots import DEEPER
 from duodecoding.tree import ROOT
 
+MOST_COMPILED = 128  # rows that `rows.c` has room for
 MOVES = 8  # entries of the KV cache that a pass can move; more get a step of their own
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """One pass: `parents[i]` is a row before i, or -1 for one that hangs under the committed tokens before `first`."""
 
     first: int  # slot and position of the first row; all committed tokens lie before it
     tokens: Sequence[int]
     parents: Sequence[int]
-    depths: list[int] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def depths(self) -> list[int]:
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        object.__setattr__(self, "depths", depths)
+        return depths
 
     def path(self, row: int) -> list[int]:
         """Rows from the top down to this one."""
@@ -44,21 +50,28 @@ def paths_with_rows(parents: Sequence[int], depths: Sequence[int]) -> list[tuple
     under: list[int] = []  # of each row: the path it hangs under
     holder = [-1] * len(parents)  # of each row: the path it is part of; -1: none yet
     for row, parent in enumerate(parents):
-        which = 0
-        if parent >= 0:
-            which = holder[parent]
-            if which < 0:  # the path that the parent hangs under goes on with it, or forks
-                which, depth = under[parent], depths[parent]
-                path = found[which][0]
-                if len(path) > depth:
-                    which = len(found)
-                    path = path[:depth]
-                    found.append((path, []))
-                path.append(parent)
-                holder[parent] = which
+        if parent >= 0 and holder[parent] < 0:  # the path that the parent hangs under goes on with it, or forks
+            which, depth = under[parent], depths[parent]
+            if len(found[which][0]) > depth:
+                found.append((found[which][0][:depth], []))
+                which = len(found) - 1
+            found[which][0].append(parent)
+            holder[parent] = which
+        which = holder[parent] if parent >= 0 else 0
         found[which][1].append(row)
         under.append(which)
     return found
+
+
+@cache
+def compiled_rows() -> Any:
+    """`duo_rows`; None where there is no compiler."""
+    try:
+        call = compiled.load(compiled.build("rows.c")).duo_rows
+    except NotBuilt:
+        return None
+    call.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_void_p, ctypes.c_void_p]
+    return call
 
 
 class Inputs:
@@ -80,10 +93,26 @@ class Inputs:
         self.table = self._device[2 * rows : ends].view(rows, self._width)
         self.moves = self._device[ends:].view(2, self.moves_at_most)  # from, to
         self._moves = 0  # of these, not padding
+        self._compiled = compiled_rows() if rows <= MOST_COMPILED else None
 
     def fill(self, rows: Rows, moves: Sequence[tuple[int, int]] = ()) -> None:
         """Rows beyond those given are padding: they hang beside the first row and nobody sees them. So are moves of slot 0 to
         itself. The device has nothing to do meanwhile, so this is to be quick."""
+        if self._compiled is not None:
+            tokens, parents = array("i", rows.tokens), array("i", rows.parents)
+            given = tokens.buffer_info()[0], parents.buffer_info()[0]
+            if self._compiled(self._host.data_ptr(), self.rows, len(tokens), rows.first, self.members, *given) < 0:
+                raise ValueError(f"{len(tokens)} rows of {self.rows} whose parents come before them are wanted")
+        else:
+            self._fill(rows)
+        if self.moves_at_most and (moves or self._moves):
+            still = [0] * (self.moves_at_most - len(moves))
+            places = [*[source for source, _ in moves], *still, *[to for _, to in moves], *still]
+            self._flat[-len(places) :] = array("i", places)
+            self._moves = len(moves)
+
+    def _fill(self, rows: Rows) -> None:
+        """All but the moves."""
         flat, size, first, width = self._flat, self.rows, rows.first, self._width
         count = len(rows.tokens)
         parents: Sequence[int] = rows.parents
@@ -102,10 +131,6 @@ class Inputs:
         for line in lines:
             flat[at : at + len(line)] = array("i", line)
             at += width
-        if self.moves_at_most and (moves or self._moves):
-            still = [0] * (self.moves_at_most - len(moves))
-            flat[ends:] = array("i", [*[source for source, _ in moves], *still, *[to for _, to in moves], *still])
-            self._moves = len(moves)
 
     def send(self) -> None:
         """What was filled in last, to the device. A graph that has this in it does not have to be told."""
