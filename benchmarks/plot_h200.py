@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from duodecoding.costs import CostCurve, fit, from_record, to_record
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "images" / "h200_verify.png"
+BENCH = RESULTS / "h200_bench"
 PROFILES = ROOT / "src" / "duodecoding" / "profiles"
+PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048)  # sizes that prompts are padded to
 SHAPES = {"7b": "7B shape", "13b": "13B shape", "32b": "32B shape"}
 COLOURS = dict(zip((512, 1024, 2048, 4096), ("#163f70", *TARGET), strict=True))  # by context
 
@@ -127,6 +131,18 @@ def steps(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def first_tokens(answers: list[dict[str, Any]]) -> dict[str, float]:
+    """Tokens of a prompt -> seconds to the first token of plain decoding: the median of those that are padded to the same size, at
+    their mean length."""
+    found: dict[str, float] = {}
+    for low, high in pairwise((0, *PROMPT_BUCKETS)):
+        own = [a for a in answers if a["who"] == "off" and not a["reused_tokens"] and low < a["prompt_tokens"] <= high]
+        if own:
+            length = round(statistics.mean(a["prompt_tokens"] for a in own))
+            found[str(length)] = round(statistics.median(a["ttft_seconds"] for a in own), 6)
+    return found
+
+
 def profile(shape: str, record: dict[str, Any], shipped: dict[str, Any]) -> dict[str, Any]:
     """A shipped profile with the target's side measured anew."""
     results, settings = record["results"], record["settings"]
@@ -147,6 +163,15 @@ def profile(shape: str, record: dict[str, Any], shipped: dict[str, Any]) -> dict
     return to_record(from_record(made, where=record["file"]))
 
 
+def with_prompts(shape: str, shipped: dict[str, Any]) -> dict[str, Any]:
+    """A profile with the first tokens of the benchmark's own run, and one of a long prompt."""
+    asked = BENCH / f"{shape}-greedy" / "results.json"
+    if not asked.exists():
+        return shipped
+    long = {"4096": round(4096 * shipped["target_prompt"], 6)}
+    return shipped | {"target_prompts": first_tokens(json.loads(asked.read_text())["answers"]) | long}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profiles", action="store_true", help="also write the shipped profiles")
@@ -155,9 +180,11 @@ def main() -> None:
     PICTURE.parent.mkdir(exist_ok=True)
     plot(records, PICTURE)
     print(f"drawn: {PICTURE.relative_to(ROOT)} ({', '.join(records)})")
-    for shape, record in records.items() if options.profiles else ():
+    for shape in SHAPES if options.profiles else ():
         path = PROFILES / f"h200-{shape}.json"
-        path.write_text(json.dumps(profile(shape, record, json.loads(path.read_text())), indent=1) + "\n")
+        shipped = json.loads(path.read_text())
+        made = profile(shape, records[shape], shipped) if shape in records else shipped
+        path.write_text(json.dumps(with_prompts(shape, made), indent=1) + "\n")
         print(f"written: {path.relative_to(ROOT)}")
 
 

@@ -506,6 +506,13 @@ def test_virtual_time_beside_the_measured(pair, tmp_path):
     assert list(found["speedup"]) == ["off", "chain", "duo", "free"]
     assert found["speedup"]["off"] == pytest.approx({"chat": 1.0, "qa": 1.0, "mean": 1.0})
     assert found["speedup"]["free"]["mean"] >= found["speedup"]["chain"]["mean"]
+    read = metrics.first_tokens(run.journal.answers)
+    assert read is not None
+    plain = [a for a in run.journal.answers if a.who == "off" and not a.reused_tokens]
+    assert plain
+    assert set(read.points) == {a.prompt_tokens for a in plain}
+    assert max(read.points.values()) <= max(a.ttft_seconds for a in plain)
+    assert metrics.first_tokens([]) is None
     run.journal.notes.append({"kind": "virtual", **found})
     shares = report.results(run.journal, {})["virtual"]
     assert shares["share_of_limit"]["duo"] == pytest.approx(shares["measured"]["duo"] / found["speedup"]["free"]["mean"])

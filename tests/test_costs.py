@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,18 @@ def test_a_record_gives_the_profile_back():
     again = from_record(record, where="x")
     assert to_record(again) == to_record(profile())
     assert again.verify[300].points == {1: 0.020, 8: 0.030}
+    assert again.prompts is None
+    curve = replace(profile(), prompts=CostCurve({48: 0.007, 96: 0.009}))
+    assert from_record(to_record(curve), where="x").prompts.points == {48: 0.007, 96: 0.009}
+
+
+def test_a_prompt_costs_its_tokens_or_what_was_measured():
+    assert profile().prompt_cost(100) == pytest.approx(100 * 1e-5)
+    measured = replace(profile(), prompts=CostCurve({48: 0.017, 96: 0.019}))  # with a pass, which takes 10 ms
+    assert measured.prompt_cost(10) == pytest.approx(0.007)
+    assert measured.prompt_cost(72) == pytest.approx(0.008)
+    assert measured.prompt_cost(96) == pytest.approx(0.009)
+    assert replace(profile(), prompts=CostCurve({48: 0.007})).prompt_cost(96) > 0  # shorter than a pass
 
 
 @pytest.mark.parametrize("break_it", [{"verify": 3}, {"verify": {"x": {}}}, {"draft_step": {"1": -1}}, {"latency": "soon"}])

@@ -99,10 +99,29 @@ def test_the_curves_are_what_the_models_take():
         assert seconds == pytest.approx(0.002 + 0.0005 * w + 0.003 / measure.IN_TURN)
     assert profile.target_prompt == pytest.approx(0.0001, rel=0.5)
     assert profile.draft_prompt == pytest.approx(0.00005, rel=0.1)
+    assert profile.prompts is not None
+    assert set(profile.prompts.points) == {48, 96, 192, 256}
+    for tokens, seconds in profile.prompts.points.items():  # nothing of them was in the cache
+        assert seconds == pytest.approx(0.010 + 0.0001 * (tokens - 1), abs=0.0003)
     assert profile.latency > 0
     assert profile.measured
     assert shares == sorted(shares)
     assert all(0 <= share < 1 for share in shares)
+
+
+def test_a_prompt_that_takes_long_is_the_last():
+    target, _, clock = timed()
+    slow = {"per token": 0.004}
+    verify = target.verify
+
+    def read(work):
+        clock.now += slow["per token"] * len(work[0][0].tokens)
+        return verify(work)
+
+    target.verify = read
+    assert [tokens for tokens, _ in measure.prompt_samples(target, 1000, clock)] == [48, 96]
+    slow["per token"] = 0.0
+    assert [tokens for tokens, _ in measure.prompt_samples(target, 1000, clock)] == list(measure.PROMPTS)
 
 
 def test_draft_steps_with_more_context():

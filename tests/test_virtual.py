@@ -195,6 +195,13 @@ def test_our_own_work_between_passes_is_charged():
     assert billed.seconds == pytest.approx(free.seconds + 0.0005 * free.rounds)
 
 
+@pytest.mark.parametrize("mode", ["off", "duo"])
+def test_reading_the_prompt_takes_what_was_measured(mode):
+    run = simulation(bench.setups(mode)[0], profile=replace(H200, prompts=CostCurve({1: 0.25, 64: 0.5})), tokens=8)
+    tally = run.run()
+    assert tally.first_token == pytest.approx(0.25 * (1 + (len(run.recording.prompt) - 1) / 63))
+
+
 @pytest.mark.parametrize("mode", ["chain", "serial", "lockstep", "duo"])
 def test_draft_steps_take_longer_with_more_context(mode):
     setup, plain = bench.setups(mode)[-1], flat(0.010, 0.002)

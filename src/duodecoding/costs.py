@@ -75,13 +75,20 @@ class Profile:
     measured: bool  # False: an estimate, nobody ran it
     verify: Mapping[int, CostCurve]  # context -> curve over tokens in a pass
     draft: CostCurve  # over leaves per step
-    target_prompt: float  # seconds per prompt token
+    target_prompt: float  # seconds per token of a long prompt
     draft_prompt: float
     latency: float  # of a message, one way
     settings: Mapping[str, Any] = field(default_factory=dict)
     host: CostCurve | None = None  # our own work between two passes, over tokens in a pass; None: nobody measured it
     in_turn: CostCurve | None = None  # draft steps between passes: threads have slept, caches are cold; None: nobody measured it
     longer: Longer | None = None  # draft steps with more context; None: nobody measured it
+    prompts: CostCurve | None = None  # until the target's first token, over tokens of a prompt; None: nobody measured it
+
+    def prompt_cost(self, tokens: int) -> float:
+        """Of the target's reading of a prompt, before the pass that gives its first token."""
+        if self.prompts is None:
+            return tokens * self.target_prompt
+        return max(self.prompts(tokens) - self.verify_cost(1, tokens), SHORTEST)
 
     @property
     def draft_in_turn(self) -> CostCurve:
@@ -148,7 +155,7 @@ class Floor:
 
 def to_record(profile: Profile) -> dict[str, Any]:
     """A profile as plain JSON values."""
-    more = {"host": profile.host, "draft_step_in_turn": profile.in_turn}
+    more = {"host": profile.host, "draft_step_in_turn": profile.in_turn, "target_prompts": profile.prompts}
     longer = profile.longer
     return {name: _points(curve) for name, curve in more.items() if curve is not None} | {
         **({"draft_step_longer": {"beyond": longer.beyond, "per_token": _points(longer.per_token)}} if longer is not None else {}),
@@ -180,6 +187,7 @@ def from_record(record: Mapping[str, Any], *, where: str) -> Profile:
             host=_curve(record["host"]) if "host" in record else None,
             in_turn=_curve(record["draft_step_in_turn"]) if "draft_step_in_turn" in record else None,
             longer=_longer(record["draft_step_longer"]) if "draft_step_longer" in record else None,
+            prompts=_curve(record["target_prompts"]) if "target_prompts" in record else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(

@@ -57,6 +57,8 @@ COPIED = 1 << 27  # bytes; more than a CPU's caches hold
 # Settings that change it.
 COSTLY = ("threads", "threads_draft", "draft_engine", "gpu_layers", "ctx_size", "backend", "device", "dtype", "compile")
 GUESSES = (401, 402)  # tokens as good as any
+PROMPTS = (48, 96, 192, 384, 768)  # tokens: between the sizes that a GPU pads them to
+LONG_PROMPT = 0.25  # seconds
 WORDS = "one two three four five six seven eight nine ten eleven twelve "  # what is in a prompt does not change its price
 
 
@@ -85,6 +87,7 @@ def measure(
         verify[context] = fit(list(verify_samples(target, context, nodes, repeats, clock, params)))
     progress("prompts", (steps - 3) / steps)
     target_prompt = _target_prompt(target, contexts[-1], clock)
+    read = [*prompt_samples(target, contexts[-1], clock, params), (contexts[-1], contexts[-1] * target_prompt)]
     draft_prompt = _draft_prompt(draft, min(contexts[-1], draft.context - 1), clock) if draft is not None else target_prompt
     progress("draft steps", (steps - 2) / steps)
     samples = beside_samples(draft, contexts[0], widths, repeats, clock, params) if draft is not None else ()
@@ -104,6 +107,7 @@ def measure(
         dict(settings or {}),
         in_turn=in_turn,
         longer=longer,
+        prompts=fit(read),
     )
 
 
@@ -168,6 +172,21 @@ def _target_prompt(target: Target, context: int, clock: Clock) -> float:
     start = clock()
     target.verify([(conversation, ())])[0](ROOT)
     return (clock() - start) / max(1, context - conversation.reused)
+
+
+def prompt_samples(target: Target, context: int, clock: Clock, params: SamplingParams = GREEDY) -> Iterator[tuple[int, float]]:
+    """Shorter prompts: tokens and seconds. One that takes long is the last; from there on it is so much for each token."""
+    for i, tokens in enumerate(size for size in PROMPTS if size < context):
+        seconds = []
+        for turn in range(2):  # the first may have to make ready for this size
+            other = 1 + 2 * i + turn  # begins unlike those before, or it would be found in the cache
+            conversation = target.open(_prompt(target.vocabulary, tokens + other)[other:], params)
+            start = clock()
+            target.verify([(conversation, ())])[0](ROOT)
+            seconds.append(clock() - start)
+        yield tokens, min(seconds)
+        if min(seconds) > LONG_PROMPT:
+            return
 
 
 def _prompt(vocabulary: Vocabulary, length: int, *, backwards: bool = False) -> list[int]:

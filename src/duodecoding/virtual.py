@@ -215,7 +215,7 @@ class Simulation:
             switch=self.switch,
             free_switch=self.free_switch,
         )
-        self.now = self.tally.target_busy = len(recording.prompt) * self.profile.target_prompt
+        self.now = self.tally.target_busy = self.profile.prompt_cost(len(recording.prompt))
         self.timeline.span(Lane.TARGET, Did.PROMPT, 0.0, self.now, tokens=len(recording.prompt))
         if core.uses_drafts:
             self.free.open(recording.prompt, recording.params, BestFirst())

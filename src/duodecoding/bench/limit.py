@@ -9,7 +9,7 @@ from typing import Any
 from duodecoding import backends
 from duodecoding.backends.base import Draft, Vocabulary
 from duodecoding.bench.journal import Journal
-from duodecoding.bench.metrics import Answer, by_task, own_work
+from duodecoding.bench.metrics import Answer, by_task, first_tokens, own_work
 from duodecoding.bench.order import first_of
 from duodecoding.bench.run import Plan, files
 from duodecoding.bench.simulate import Setup, Study, chat_tokens, setups
@@ -46,7 +46,7 @@ def virtual(
 ) -> dict[str, Any]:
     """Speed-ups over `off` by mode and for the free-draft limit, on first turns that `off` has answered."""
     costs = from_record(journal.of("profile")[-1], where=str(journal.path))
-    costs = replace(costs, host=CostCurve(own_work(journal.answers)))
+    costs = replace(costs, host=CostCurve(own_work(journal.answers)), prompts=first_tokens(journal.answers) or costs.prompts)
     plain = {a.question: a for a in journal.answers if a.who == Mode.OFF and a.turn == 0 and a.repeat == 0}
     asked = [question for question in questions if (question.task, question.id) in plain]
     recordings = [_recording(question, plain[question.task, question.id], params, vocabulary) for question in asked]

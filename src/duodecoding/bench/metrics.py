@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from duodecoding.costs import CostCurve, fit
 from duodecoding.prompts import TASKS
 from duodecoding.trace import Did, Lane, Timeline
-from duodecoding.types import Source, Token
+from duodecoding.types import Mode, Source, Token
 
 RESAMPLES = 1000
 COVERED = 0.95  # of the resamples lie in the interval
@@ -248,6 +249,12 @@ def own_work(answers: Answers) -> dict[int, float]:
         tokens = 1 + sum(a.verified for a in own) / sum(a.rounds for a in own)
         found[round(tokens)] = max(_round(own)["our own work"], 1e-6)
     return found
+
+
+def first_tokens(answers: Answers) -> CostCurve | None:
+    """Seconds to the first token of plain decoding, by tokens of a prompt of which nothing was known; None: nobody asked one."""
+    found = [(a.prompt_tokens, a.ttft_seconds) for a in answers if a.who == Mode.OFF and not a.reused_tokens]
+    return fit(found) if found else None
 
 
 # Differences
