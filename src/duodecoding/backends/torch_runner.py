@@ -18,7 +18,7 @@ from duodecoding.backends.torch_slots import CacheShape, Slots, tree_mask
 NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
 CONTEXT_BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a prompt in one pass
-PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048)  # of a GPU: longer ones keep it busy without a graph
+PROMPT_BUCKETS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # of a GPU: longer ones keep it busy without a graph
 MEMBERS = 16  # rows in a line of the table of paths, where no kernel asks for another number
 
 Progress = Callable[[str, float], None]
