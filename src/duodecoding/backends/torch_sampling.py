@@ -109,7 +109,8 @@ def _draw(
     size = min(params.top_k or HEAD, rows.shape[1])
     ids = largest(scaled, min(size, MAX_HEAD))
     top = scaled.gather(1, ids)  # (nodes, head)
-    scores = top + gumbel(seed, positions, ids)
+    noise = gumbel(seed, positions, torch.nn.functional.pad(ids, (0, 1), value=TAIL_NOISE))  # the head's, and one for all others
+    scores = top + noise[:, :-1]
     if params.top_p < 1 or params.min_p > 0:
         keep = _nucleus(scaled, top, params)
         unsure = keep[:, -1] if not params.top_k and size < rows.shape[1] else torch.zeros_like(keep[:, -1])
@@ -117,7 +118,7 @@ def _draw(
     elif params.top_k:
         unsure = torch.zeros_like(positions, dtype=torch.bool)
     else:
-        unsure = _tail(scaled, ids, top, seed, positions) > scores.amax(dim=1)
+        unsure = _tail(scaled, ids, top, noise[:, -1]) > scores.amax(dim=1)
     tokens = ids.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
     return tokens, unsure if size <= MAX_HEAD else torch.ones_like(unsure)
 
@@ -133,9 +134,7 @@ def _nucleus(scaled: torch.Tensor, top: torch.Tensor, params: SamplingParams) ->
     return keep
 
 
-def _tail(scaled: torch.Tensor, ids: torch.Tensor, top: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _tail(scaled: torch.Tensor, ids: torch.Tensor, top: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """The one number with which everything outside the head competes: (nodes,) float64."""
     weights = torch.exp(scaled - top[:, :1]).scatter(1, ids, 0.0)
-    pseudo = torch.full_like(positions, TAIL_NOISE)[:, None]
-    noise = gumbel(seed, positions, pseudo)[:, 0].double()
-    return top[:, 0].double() + torch.log(weights.sum(dim=1).double()) + noise
+    return top[:, 0].double() + torch.log(weights.sum(dim=1).double()) + noise.double()
