@@ -21,7 +21,7 @@ from duodecoding.drafters.growth import BestFirst, Chains, Growth
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
 from duodecoding.planner import DraftClock, Switch, tokens_unread
-from duodecoding.realtime import Drafters, guess_for_free, model_guessed, recycle
+from duodecoding.realtime import LEAF_FLOOR, Drafters, guess_for_free, model_guessed, recycle
 from duodecoding.sampling import Choice, Guess, Sampler
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import ROOT, Node, PassNode, Proposal
@@ -29,7 +29,6 @@ from duodecoding.types import EngineConfig, Mode, SamplingParams
 
 BRANCHING = 8  # guesses recorded per path
 INTERRUPT = 5e-5  # seconds to break off a draft step
-LEAF_FLOOR = 0.003  # leaves less likely than this are not worth a draft step
 WAIT_SLACK = 1.5  # of the expected time, then go
 FREE = "free"  # the limit: same draft, drafting costs nothing
 

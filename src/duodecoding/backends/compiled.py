@@ -29,9 +29,10 @@ class NotBuilt(Exception):
     """There is no library, and why."""
 
 
-def load(path: Path) -> ctypes.CDLL:
+def load(path: Path, *, brief: bool = False) -> ctypes.CDLL:
+    """`brief`: its calls take microseconds, and are over before another thread of Python could have had its turn."""
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.PyDLL(str(path)) if brief else ctypes.CDLL(str(path))
     except OSError as error:
         raise NotBuilt(f"{path} cannot be loaded ({error})") from error
 

@@ -67,7 +67,7 @@ def paths_with_rows(parents: Sequence[int], depths: Sequence[int]) -> list[tuple
 def compiled_rows() -> Any:
     """`duo_rows`; None where there is no compiler."""
     try:
-        call = compiled.load(compiled.build("rows.c")).duo_rows
+        call = compiled.load(compiled.build("rows.c"), brief=True).duo_rows
     except NotBuilt:
         return None
     call.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_void_p, ctypes.c_void_p]
