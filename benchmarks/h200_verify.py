@@ -38,7 +38,6 @@ CONTEXTS = (512, 1024, 2048, 4096)
 REPEATS = 30
 PROMPT = 4096  # tokens, for the time to the first one
 DEVICE = torch.device("cuda", 0)
-# Columns, inner steps, warps, stages of `torch_kernels.linear`; each is tried with several splits.
 
 
 class Numbers:

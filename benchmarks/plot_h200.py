@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "images" / "h200_verify.png"
 BENCH = RESULTS / "h200_bench"
 PROFILES = ROOT / "src" / "duodecoding" / "profiles"
-PROMPT_BUCKETS = (64, 128, 256, 512, 1024, 2048)  # sizes that prompts are padded to
+PROMPT_CLASSES = (64, 128, 256, 512, 1024, 2048)  # tokens: prompts up to these are taken together; the runs padded them so
 SHAPES = {"7b": "7B shape", "13b": "13B shape", "32b": "32B shape"}
 COLOURS = dict(zip((512, 1024, 2048, 4096), ("#163f70", *TARGET), strict=True))  # by context
 
@@ -132,10 +132,9 @@ def steps(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def first_tokens(answers: list[dict[str, Any]]) -> dict[str, float]:
-    """Tokens of a prompt -> seconds to the first token of plain decoding: the median of those that are padded to the same size, at
-    their mean length."""
+    """Tokens of a prompt -> seconds to the first token of plain decoding: the median of those of a class, at their mean length."""
     found: dict[str, float] = {}
-    for low, high in pairwise((0, *PROMPT_BUCKETS)):
+    for low, high in pairwise((0, *PROMPT_CLASSES)):
         own = [a for a in answers if a["who"] == "off" and not a["reused_tokens"] and low < a["prompt_tokens"] <= high]
         if own:
             length = round(statistics.mean(a["prompt_tokens"] for a in own))
