@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import tinymodels
 
-from duodecoding import machine, models, remote, worker
+from duodecoding import machine, models, remote, virtual, worker
 from duodecoding.backends import compiled, load_draft, load_target, native, native_draft
 from duodecoding.backends.base import Draft, Leaf, QuickDraft
 from duodecoding.backends.gguf_file import GgufFile
@@ -165,6 +165,10 @@ def test_it_grows_and_commits_along_the_right_histories(draft: NativeDraft, refe
         committed = committed + tokens
         used = [line[-1] for line in draft._lines.values() if line]
         assert sorted(used + draft._free) == list(range(native_draft.NODES))
+
+
+def test_virtual_time_has_the_room_of_this_engine(draft: NativeDraft) -> None:
+    assert draft.room == virtual.ROOM
 
 
 def test_a_step_that_was_stopped_leaves_no_trace(draft: NativeDraft, reference: Reference) -> None:

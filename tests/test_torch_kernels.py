@@ -94,3 +94,51 @@ PRODUCTS = """
 
 def test_products_and_norms() -> None:
     interpret(PRODUCTS)
+
+
+CHOICES = """
+    from dataclasses import replace
+    import torch
+    from duodecoding.backends import torch_sampling
+    from duodecoding.sampling import Sampler
+    from duodecoding.types import SamplingParams
+
+    torch.manual_seed(0)
+
+    def choose(on, logits, params, history=None, bias=None):
+        torch_sampling._has_kernels = lambda device: on
+        positions = torch.arange(len(logits)) + 11
+        return torch_sampling.choose(logits, params, torch.tensor(params.seed), positions, history, bias)
+
+    def check(vocab, rounded, **settings):
+        params, logits = SamplingParams(seed=5, **settings), 4 * torch.randn(4, vocab)
+        logits = logits.bfloat16().float() if rounded else logits  # many are equal then
+        logits[0, : vocab // 3], logits[1, 7], logits[1, 9] = -torch.inf, -0.0, 0.0
+        bias = torch.zeros(vocab).index_fill(0, torch.tensor([3]), 2.0)
+        history = torch_sampling.History(torch.zeros(vocab), torch.zeros(vocab, dtype=torch.bool), torch.tensor([[1, 2]] * 4))
+        cases = ((logits, params), (logits, params, None, bias), (logits, replace(params, presence_penalty=1.5), history))
+        for case in cases:
+            ours, theirs = choose(True, *case), choose(False, *case)
+            assert torch.equal(ours[[0, 2]], theirs[[0, 2]]), (vocab, settings, ours, theirs)
+            assert torch.allclose(ours[1], theirs[1], atol=1e-5)
+        sampler = Sampler(params, [], vocab)
+        ours = choose(True, logits, params)
+        for i, row in enumerate(logits.numpy()):
+            assert ours[2, i] or sampler.choose(row, 11 + i).token == ours[0, i]
+        return int(ours[2].sum())
+
+    kinds = ({}, {"temperature": 0.8}, {"temperature": 1e-9}, {"temperature": 0.8, "top_k": 40}, {"temperature": 0.9, "top_p": 0.9})
+    for vocab in (20, 300, 4096, 9000):
+        for rounded in (False, True):
+            for kind in kinds:
+                check(vocab, rounded, **kind)
+    assert check(20_000, False, temperature=3.0)  # the tail wins, and is told so
+
+    logits = torch.cat([torch.zeros(1, 5000), torch.full((1, 5000), -torch.inf)])  # all equal: by id
+    torch_sampling._has_kernels = lambda device: True
+    assert torch_sampling.largest(logits, 7).tolist() == [list(range(7))] * 2
+"""
+
+
+def test_choices_are_those_of_torch_and_numpy() -> None:
+    interpret(CHOICES)

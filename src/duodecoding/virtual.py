@@ -28,6 +28,7 @@ from duodecoding.tree import ROOT, Node, PassNode, Proposal
 from duodecoding.types import EngineConfig, Mode, SamplingParams
 
 BRANCHING = 8  # guesses recorded per path
+ROOM = 256  # nodes kept expanded: as many as by our own engine, whose speed profiles have
 INTERRUPT = 5e-5  # seconds to break off a draft step
 WAIT_SLACK = 1.5  # of the expected time, then go
 FREE = "free"  # the limit: same draft, drafting costs nothing
@@ -81,7 +82,7 @@ class RecordedDrafter(ModelDrafter):
 
     def __init__(self, draft: Draft, recording: Recording, memory: Memory, *, vocab_limit: int = 0) -> None:
         super().__init__(draft, vocab_limit=vocab_limit)
-        self._recording, self._memory = recording, memory
+        self._recording, self._memory, self._room = recording, memory, ROOM
         self._text = [*recording.prompt, *recording.answer]
 
     def _start(self, _prompt: Sequence[int], unread: int) -> None:

@@ -7,6 +7,8 @@ settles that node with the numpy version.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -52,13 +54,31 @@ def gumbel(seed: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) ->
     return (-torch.log(-torch.log(uniform(seed, positions, tokens)))).float()
 
 
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def largest(rows: torch.Tensor, k: int) -> torch.Tensor:
     """Ids of the k largest entries of each row, best first, ties by id: (rows, k)."""
-    bits = (rows + 0.0).view(torch.int32)  # adding turns -0 into 0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the floats
-    ids = torch.arange(rows.shape[1], device=rows.device)
-    keys = (ordered << 32) | (0xFFFFFFFF - ids)  # no two are equal, so that topk has no choice
-    return 0xFFFFFFFF - (keys.topk(k, dim=1).values & 0xFFFFFFFF)
+    if _has_kernels(rows.device):
+        from duodecoding.backends import torch_draw
+
+        if torch_draw.fits(rows.shape[1], k):
+            ids = torch_draw.largest(rows, k)
+            return _ids(_keys(rows.gather(1, ids), ids).sort(dim=1, descending=True).values)
+    return _ids(_keys(rows, torch.arange(rows.shape[1], device=rows.device)).topk(k, dim=1).values)
+
+
+def _keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Whole numbers in the order of the values, ties by id. No two are equal, so that who sorts them has no choice."""
+    bits = (values + 0.0).view(torch.int32)  # adding turns -0 into 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (ordered << 32) | (0xFFFFFFFF - ids)
+
+
+def _ids(keys: torch.Tensor) -> torch.Tensor:
+    return 0xFFFFFFFF - (keys & 0xFFFFFFFF)
 
 
 def penalised(logits: torch.Tensor, params: SamplingParams, history: History) -> torch.Tensor:
@@ -94,6 +114,14 @@ def choose(
     rows = logits if history is None else penalised(logits, params, history)
     if bias is not None:
         rows = rows + bias
+    whole = not (params.top_k or params.top_p < 1 or params.min_p > 0)  # the distribution
+    if _has_kernels(logits.device) and (params.greedy or whole):
+        from duodecoding.backends import torch_draw
+
+        head = min(HEAD, rows.shape[1])
+        if torch_draw.fits(rows.shape[1], head):
+            temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+            return torch_draw.choose(logits, rows, temperature, seed, positions, head)
     if params.greedy:
         tokens, unsure = rows.argmax(dim=1), torch.zeros_like(positions)
     else:

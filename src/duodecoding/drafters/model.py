@@ -14,7 +14,7 @@ from duodecoding.types import SamplingParams, Source
 
 # To pass a guess on costs as much for a faint one as for a good one. It must be this likely, or the path that it ends must be;
 # but one that has a fair chance once its path has come true is kept.
-FAINT, FAINT_PATH, FAIR = 0.005, 0.002, 0.1
+FAINT, FAINT_PATH, FAIR = 0.005, 0.002, 0.025
 
 
 class ModelDrafter:
@@ -24,6 +24,7 @@ class ModelDrafter:
         """`vocab_limit`: the target's vocabulary size, if smaller than the draft's."""
         self._draft = draft
         self._quick = draft if isinstance(draft, QuickDraft) else None
+        self._room = draft.room
         self._vocab_limit = vocab_limit or draft.vocabulary.size
         self._knows_more = self._vocab_limit < draft.vocabulary.size
         self.calibration = Calibration()
@@ -51,7 +52,7 @@ class ModelDrafter:
 
     def next_leaves(self) -> list[Node]:
         """What the next step would expand. Empty: nothing until a commit."""
-        room = self._draft.room - len(self._expanded)
+        room = self._room - len(self._expanded)
         last = self._draft.context - 1
         return [node for node in self._growth.leaves(self._tree, room) if node.position < last] if room > 0 else []
 
