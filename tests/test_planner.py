@@ -20,6 +20,7 @@ from duodecoding.planner import (
     Trust,
     Uncalibrated,
     cores_for_draft,
+    hopeless,
     how_many_leaves,
     how_many_nodes,
     tokens_unread,
@@ -65,6 +66,14 @@ def test_what_was_won_may_be_risked_again():
     assert trust.dearest == LEAST_TRUSTED  # never nothing: it must be able to win again
     assert how_many_nodes([0.95] * 20, prices, dearest=trust.dearest) == 3
     assert how_many_nodes([0.5] * 20, linear(0.005, 0.00001), dearest=trust.dearest) == 20  # where guesses are cheap it is no limit
+
+
+@given(BEST_FIRST, st.lists(st.floats(0.0, 0.5), min_size=40, max_size=40))
+def test_the_hopeless_ones_need_not_be_asked(probabilities, steps):
+    prices = [0.0, *accumulate(steps, initial=1.0)]
+    least = hopeless(prices, min(steps))
+    kept = [p for p in probabilities if p >= least]
+    assert how_many_nodes(kept, prices, min(steps)) == how_many_nodes(probabilities, prices, min(steps))
 
 
 def test_free_nodes_are_all_verified_and_dear_ones_are_not():

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from duodecoding.costs import Profile
-from duodecoding.planner import DEAREST, Outlook, Switch, Trust, how_many_nodes, least_chance, worth_waiting
+from duodecoding.planner import DEAREST, Outlook, Switch, Trust, hopeless, how_many_nodes, least_chance, worth_waiting
 from duodecoding.sampling import Choice
 from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
 from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, Source
@@ -171,18 +171,18 @@ class DuoCore:
         config = self._config
         if not self.guessing:
             return [], 0.0
+        prices = self._prices() if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None else []
         if config.mode is Mode.CHAIN:
             nodes = self.tree.likeliest_path(config.draft_length)
         elif config.mode is Mode.LOCKSTEP:
             nodes = self.tree.likeliest_path(config.max_nodes)
         else:
-            nodes = self.tree.select(config.max_nodes)
+            nodes = self.tree.select(config.max_nodes, hopeless(prices, self._cheapest) if prices else 0.0)
         if len(nodes) >= self._room:  # else none can be so deep
             last = self.tree.position + self._room - 1
             nodes = [node for node in nodes if node.position <= last]
-        if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None:
+        if prices:
             chances = self.tree.probabilities(nodes)
-            prices = self._prices()
             count = how_many_nodes(chances, prices, self._cheapest, self._trust.dearest)
             return nodes[:count], sum(chances[:count])
         return nodes, 0.0

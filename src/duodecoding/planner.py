@@ -69,6 +69,11 @@ def how_many_nodes(probabilities: Sequence[float], prices: Sequence[float], chea
     return best
 
 
+def hopeless(prices: Sequence[float], cheapest: float) -> float:
+    """The probability below which `how_many_nodes` takes no guess, whatever stands before it."""
+    return cheapest * CAUTION / prices[1]
+
+
 @dataclass(slots=True)
 class Trust:
     """How dear a pass over guesses may be in this answer: what such passes have won, in tokens of `off`, may be risked again. Where

@@ -11,12 +11,14 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from duodecoding.types import Source
 
 ROOT = -1
 SURER = 0.03  # a second opinion counts if it is that much higher (logarithm of a probability): all below the node has to be told
+_likelihood = attrgetter("logp")
 
 
 class PassNode(NamedTuple):
@@ -164,9 +166,11 @@ class TokenTree:
 
     def select(self, limit: int, floor: float = 0.0) -> list[Node]:
         """The `limit` nodes of highest path probability, none below `floor`, best first. Parents come before their children."""
-        found = sorted(self._nodes, key=_unlikelihood)[:limit]
-        lowest = self.root.logp + math.log(floor) if floor > 0 else -math.inf
-        return found if not found or found[-1].logp >= lowest else [node for node in found if node.logp >= lowest]
+        nodes = self._nodes
+        if floor > 0:
+            lowest = self.root.logp + math.log(floor)
+            nodes = [node for node in nodes if node.logp >= lowest]
+        return sorted(nodes, key=_likelihood, reverse=True)[:limit]
 
     def likeliest_path(self, limit: int) -> list[Node]:
         """From the root down, always to the likeliest child."""
@@ -219,10 +223,6 @@ class TokenTree:
         while level:
             level = [child for node in level if node.children for child in node.children.values()]
             yield from level
-
-
-def _unlikelihood(node: Node) -> float:
-    return -node.logp
 
 
 def likeliest_first(nodes: Sequence[Node]) -> list[Node]:
