@@ -55,6 +55,9 @@ class Recording:
 
         return [choose]
 
+    def done(self) -> bool:
+        return time.perf_counter() >= self._end
+
     def finish(self) -> None:
         """Asleep for most of it, then awake, as a GPU's driver is."""
         while (left := self._end - time.perf_counter()) > 0:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workers import PATIENCE, SlowTarget, acted, engine, eventually, in_process, in_thread, slow, worker_of
+from workers import PATIENCE, Eager, SlowTarget, acted, engine, eventually, in_process, in_thread, slow, worker_of
 from worlds import World, configs, parameters, said, worlds
 
 from duodecoding import LLM, SamplingParams, worker
@@ -425,6 +425,15 @@ def test_no_garbage_is_looked_for_while_the_target_waits_for_us() -> None:
             assert not any(gc.isenabled() for _ in llm.stream(list(WORLD.prompt), PARAMS).rounds())
         finally:
             gc.enable()
+
+
+def test_a_pass_that_is_over_is_not_listened_beside() -> None:
+    """However long passes are thought to take."""
+    target = Beside(WORLD.target())
+    with engine(target, in_thread(WORLD.draft()), EngineConfig(mode=Mode.DUO)) as llm:
+        llm._pace = Eager()
+        llm._pace.costs.verify[512].scale(1e6)
+        assert llm.generate(list(WORLD.prompt), PARAMS).token_ids == World(context=200).plain(PARAMS).token_ids
 
 
 def test_a_slow_reader_of_the_answer_is_not_taken_for_a_slow_target() -> None:

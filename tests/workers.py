@@ -54,6 +54,9 @@ class SlowTarget:
             self.finish()
         return self._target.verify(work)
 
+    def done(self) -> bool:
+        return time.monotonic() >= self._ends
+
     def finish(self) -> None:
         time.sleep(max(0.0, self._ends - time.monotonic()))
 

@@ -31,6 +31,7 @@ WAIT_LEAST = 0.0005  # seconds; a sleeping process needs some to wake up
 OWN_WORK = {1: 1e-4, 8: 3e-4, 64: 8e-4}  # seconds between two passes, by tokens of a pass, until rounds tell better
 LISTEN = 0.98  # of a pass, less the time that a message takes; then only its end is waited for
 MESSAGE = 0.0003  # seconds
+GLANCE = 0.0002  # seconds between two looks whether a pass has ended
 BARRIER_SLACK = 4.0  # lockstep: of the target's pass, and at least:
 BARRIER_LEAST = 0.25  # seconds
 
@@ -355,15 +356,17 @@ class Overlap:
 
     def _beside(self, work: Verify) -> bool:
         """While the pass runs: learn from the last round, and take guesses that come. False: whoever reads the answer kept us for
-        longer than that, and nobody saw the pass end."""
+        longer than that, and nobody saw the pass end. A pass that ends early must be seen to: to listen for as long as passes took
+        would make it come true."""
         if not self._target.overlaps:
             return True
+        in_time = not self._target.done()
         self._learn()
         expected = self._pace.costs.verify_cost(1 + len(work.nodes), self._core.tree.position)
         end = self._meter.pass_began + max(LISTEN * expected - MESSAGE, expected / 2)
-        in_time = time.perf_counter() < end
-        while (left := end - time.perf_counter()) > 0 and self._take(left):
-            recycle(self._core, self._free)
+        while (left := end - time.perf_counter()) > 0 and not self._target.done():
+            if self._take(min(left, GLANCE)):
+                recycle(self._core, self._free)
         return in_time
 
     def _round(self, work: Verify, choose: Choose, *, in_time: bool) -> list[Committed]:

@@ -63,7 +63,8 @@ class Slow:
     def __init__(self, target: scripted.ScriptedTarget, delay: float, fails_at: int | None = None) -> None:
         self._target, self._delay, self._fails_at = target, delay, fails_at
         self.vocabulary, self.context, self.weights_bytes = target.vocabulary, target.context, 0
-        self.open, self.finish, self.abort, self.close = target.open, target.finish, target.abort, target.close
+        self.open, self.abort, self.close = target.open, target.abort, target.close
+        self.done, self.finish = target.done, target.finish
         self.overlaps = False
         self.passes = 0
 

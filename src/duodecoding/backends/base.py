@@ -64,6 +64,10 @@ class Target(Protocol):
         """One pass over each conversation's root and guesses (and committed tokens not read so far)."""
         ...
 
+    def done(self) -> bool:
+        """Has the pass that `verify` began ended? Does not wait."""
+        ...
+
     def finish(self) -> None:
         """Wait until the pass that `verify` began has ended."""
         ...

@@ -479,6 +479,9 @@ class LlamaTarget:
         if alone:
             self._context.cut(1, -1)
 
+    def done(self) -> bool:
+        return True
+
     def finish(self) -> None:
         pass
 

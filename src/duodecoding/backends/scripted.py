@@ -171,6 +171,9 @@ class ScriptedTarget:
 
         return choose
 
+    def done(self) -> bool:
+        return True
+
     def finish(self) -> None:
         pass
 

@@ -217,6 +217,9 @@ class TorchTarget:
         if not apart < TOLERANCE[self._runner.model.dtype]:
             raise ModelUnreadable("cannot serve this model", f"its logits in a tree are {apart:.1%} off those in plain text")
 
+    def done(self) -> bool:
+        return self._chooser.done()
+
     def finish(self) -> None:
         self._chooser.finish()
 

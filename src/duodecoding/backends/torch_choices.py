@@ -84,6 +84,10 @@ class Table:
             self._done.record()
             self._under_way = True
 
+    def done(self) -> bool:
+        """Are the results there?"""
+        return not self._under_way or bool(self._done.query())
+
     def wait(self) -> None:
         """For the results: the one synchronisation of a round."""
         if self._under_way:
@@ -161,6 +165,10 @@ class Chooser:
             return Choice(token, logprob)
 
         return choice
+
+    def done(self) -> bool:
+        """Are the last pass's tokens there?"""
+        return self._running is None or self._running.done()
 
     def finish(self) -> None:
         """Wait for the last pass's tokens."""

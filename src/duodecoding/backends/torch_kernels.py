@@ -36,6 +36,7 @@ MOST_TOGETHER = 3  # programs on a multiprocessor
 SMALLEST_ROOM = 101_376  # bytes of shared memory that every GPU with bfloat16 has
 LARGE_HEADS = 168_000  # bytes for attention with heads of 256 numbers and three loads under way
 LOG2E = 1.4426950408889634
+FUSED = True  # said, because what Triton does by itself changes from version to version
 DEEPER = tl.constexpr(torch_slots.DEEPER)
 LOWEST = tl.constexpr(-1e38)  # the largest score of nothing; finite, so that two of them have a difference
 
@@ -303,7 +304,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, exact: bool = True) -> torch.T
     even = n % columns == 0 and per_split * splits == k
     sizes: dict[str, Any] = {"M": tile, "N": columns, "K": inner, "EVEN": even}
     stages = _stages(math.prod(grid), x.element_size() * (tile + columns) * inner, x.device)
-    _linear[grid](x, weight, out, rows, n, k, per_split, **sizes, num_warps=4, num_stages=stages)
+    _linear[grid](x, weight, out, rows, n, k, per_split, **sizes, num_warps=4, num_stages=stages, enable_fp_fusion=FUSED)
     return out
 
 
@@ -324,7 +325,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
-    _rms_norm[(x.numel() // size,)](x, weight, out, size, eps, WIDTH=triton.next_power_of_2(size), num_warps=8)
+    _rms_norm[(x.numel() // size,)](
+        x, weight, out, size, eps, WIDTH=triton.next_power_of_2(size), num_warps=8, enable_fp_fusion=FUSED
+    )
     return out
 
 
