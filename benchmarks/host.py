@@ -28,6 +28,7 @@ class Recording:
     """A target that knows its answer. A pass ends when its time is over, however busy this process is meanwhile."""
 
     weights_bytes = 0
+    pass_sizes: Sequence[int] = ()
     overlaps = True
 
     def __init__(self, vocabulary: Any, context: int, pass_seconds: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duodecoding.costs import CostCurve, Floor, Profile, fit, from_record, to_record
+from duodecoding.costs import CostCurve, Floor, Profile, fit, from_record, stepped, to_record
 from duodecoding.errors import UsageError
 from duodecoding.virtual import load_profile, profile_names
 
@@ -179,3 +179,11 @@ def test_measured_rounds_become_a_profile():
     assert made.draft.points == load_profile("h200-7b").draft.points  # measured elsewhere, and kept
     assert "Big One" in made.about
     assert "draft step: the embedded draft" in made.about
+
+
+def test_work_that_is_padded_costs_what_the_next_size_does():
+    curve = stepped(CostCurve({1: 1.0, 2: 1.5, 8: 2.0, 16: 4.0}), (1, 8, 16, 32))
+    assert [curve(n) for n in (1, 2, 5, 8, 9, 16)] == [1.0, 2.0, 2.0, 2.0, 4.0, 4.0]
+    assert max(curve.points) == 16  # nobody measured more
+    assert stepped(curve, ()) is curve
+    assert stepped(curve, (64,)) is curve

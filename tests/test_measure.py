@@ -191,6 +191,17 @@ def test_the_quick_look():
     assert clock.now < 0.2
 
 
+def test_passes_that_are_padded_are_measured_at_their_sizes():
+    target, _, clock = timed()
+    target.pass_sizes = (1, 8, 16, 32, 64, 128)
+    quick = measure.quick_verify(target, clock=clock)[measure.QUICK_CONTEXT]
+    whole = measure.measure(target, None, contexts=(64,), clock=clock, repeats=2).verify[64]
+    assert (set(quick.points), set(whole.points)) == ({1, 2, 8, 9, 16, 17, 32, 33, 64}, {1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128})
+    for curve in (quick, whole):
+        assert (curve(2), curve(17), curve(33)) == (curve(8), curve(32), curve(64))
+        assert curve(32) < curve(33)
+
+
 def test_the_quick_look_ends_early_on_a_slow_machine():
     target, _, clock = timed()
 

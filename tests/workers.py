@@ -35,7 +35,7 @@ PATIENCE = 60.0  # seconds; how long a test waits for what must happen some time
 class SlowTarget:
     """Another target whose passes now and then take their time; in every other answer while the engine goes on."""
 
-    overlaps, weights_bytes = False, 0
+    overlaps, weights_bytes, pass_sizes = False, 0, ()
 
     def __init__(self, target: Target, delay: float, seed: int = 0) -> None:
         self._target, self._delay, self._random = target, delay, random.Random(seed)

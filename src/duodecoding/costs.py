@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from duodecoding.errors import UsageError
@@ -56,6 +57,15 @@ class CostCurve:
     @property
     def points(self) -> dict[int, float]:
         return dict(zip(self._x, self._y, strict=True))
+
+
+def stepped(curve: CostCurve, sizes: Sequence[int]) -> CostCurve:
+    """The same for work that is padded to some sizes, as far as it was measured: a little more of it costs nothing, or a step."""
+    points: dict[int, float] = {}
+    for before, size in pairwise((0, *sizes)):
+        if size <= max(curve.points):
+            points |= dict.fromkeys((before + 1, size), curve(size))
+    return CostCurve(points) if points else curve
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import numpy as np
 from duodecoding import machine
 from duodecoding.backends.base import Conversation, Draft, Target, Vocabulary
 from duodecoding.core import walk
-from duodecoding.costs import CostCurve, Floor, Longer, Profile, fit, from_record, to_record
+from duodecoding.costs import CostCurve, Floor, Longer, Profile, fit, from_record, stepped, to_record
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
@@ -41,6 +41,7 @@ Tell = Callable[[Sequence[Proposal], Sequence[Node]], None]  # guesses of the la
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens in a pass
 QUICK_NODES = (1, 2, 4, 8)
+QUICK_PADDED = 64  # the largest of the sizes that passes are padded to; usual ones have no more
 CONTEXTS = (128, 512, 2048)
 WIDTHS = (1, 2, 4, 8, 16)  # leaves in a draft step
 IN_TURN = 3  # draft steps in a row; where draft and target take turns, between two passes
@@ -84,7 +85,8 @@ def measure(
     verify = {}
     for done, context in enumerate(contexts):
         progress(f"passes of the target at {context} tokens", done / steps)
-        verify[context] = fit(list(verify_samples(target, context, nodes, repeats, clock, params)))
+        passes = list(verify_samples(target, context, nodes, repeats, clock, params))
+        verify[context] = stepped(fit(passes), target.pass_sizes)
     progress("prompts", (steps - 3) / steps)
     target_prompt = _target_prompt(target, contexts[-1], clock)
     read = [*prompt_samples(target, contexts[-1], clock, params), (contexts[-1], contexts[-1] * target_prompt)]
@@ -124,12 +126,13 @@ def quick_verify(target: Target, *, clock: Clock = time.perf_counter) -> dict[in
     conversation = target.open(_prompt(target.vocabulary, QUICK_CONTEXT), SamplingParams())
     _round(target, conversation, 1, clock)  # reads the prompt and warms up
     shortest: dict[int, float] = {}
-    for n in QUICK_NODES * 2:  # twice: what disturbs a pass makes it longer, never shorter
+    sizes = tuple(size for size in target.pass_sizes if size <= QUICK_PADDED) or QUICK_NODES
+    for n in sizes * 2:  # twice: what disturbs a pass makes it longer, never shorter
         seconds = _round(target, conversation, n, clock)
         shortest[n] = min(shortest.get(n, seconds), seconds)
         if seconds > QUICK_LIMIT and len(shortest) > 1:
             break
-    return {QUICK_CONTEXT: fit(list(shortest.items()))}
+    return {QUICK_CONTEXT: stepped(fit(list(shortest.items())), target.pass_sizes)}
 
 
 # The target

@@ -65,7 +65,7 @@ class Slow:
         self.vocabulary, self.context, self.weights_bytes = target.vocabulary, target.context, 0
         self.open, self.abort, self.close = target.open, target.abort, target.close
         self.done, self.finish = target.done, target.finish
-        self.overlaps = False
+        self.overlaps, self.pass_sizes = False, ()
         self.passes = 0
 
     def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:

@@ -360,6 +360,7 @@ class LlamaTarget:
     """The model whose answer it is. One conversation at a time owns the KV cache; another one takes over what they share."""
 
     overlaps = False
+    pass_sizes: Sequence[int] = ()
 
     def __init__(self, model: LlamaModel, *, context: int, threads: int = 0, keep_bytes: int = 0) -> None:
         """`keep_bytes`: memory for the caches of conversations that lost their place to another."""

@@ -118,6 +118,7 @@ class ScriptedTarget:
     """`strict`: hold the acceptance rule to account too. Without it only the answer can show that the rule is wrong."""
 
     weights_bytes = 0
+    pass_sizes: Sequence[int] = ()
     overlaps = False
 
     def __init__(self, vocabulary: ScriptedVocabulary, script: Script, *, context: int = 256, strict: bool = True) -> None:

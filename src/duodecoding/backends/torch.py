@@ -100,6 +100,7 @@ class TorchTarget:
         torch_model.SERVED.add(self._runner)
         self._runner.slots.check = self._stop_if_asked
         self.overlaps = self._runner.graphs
+        self.pass_sizes: Sequence[int] = self._runner.node_buckets if self._runner.graphs else ()
         self._chooser = Chooser(self._runner.device, vocabulary.size, self._runner.stream)
         self._owner: TorchConversation | None = None
         self._shelf = Shelf(keep_bytes, self._save, self._load)
