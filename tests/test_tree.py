@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from duodecoding.tree import ROOT, SURER, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
+from duodecoding.tree import ROOT, SURER, Node, PassNode, Proposal, TokenTree, as_pass
 from duodecoding.types import Source
 
 TOKENS = st.integers(0, 3)  # few, so that guesses meet
@@ -293,9 +293,8 @@ def grown(draw: st.DrawFn) -> TokenTree:
 @given(grown(), st.integers(0, 30))
 def test_a_pass_has_parents_before_children_and_the_likeliest_path_in_front(tree: TokenTree, limit: int) -> None:
     chosen = tree.select(limit)
-    ordered = likeliest_first(chosen)
+    ordered, guesses = as_pass(chosen)
     assert set(map(id, ordered)) == set(map(id, chosen))
-    guesses = as_pass(ordered)
     for i, (node, guessed) in enumerate(zip(ordered, guesses, strict=True)):
         assert ROOT <= guessed.parent < i
         assert guessed.token == node.token
@@ -308,4 +307,5 @@ def test_a_pass_has_parents_before_children_and_the_likeliest_path_in_front(tree
 
 def test_a_pass_names_parents_by_index() -> None:
     tree = tree_of(guess(1, -1, 0, 0.5), guess(2, -1, 1, 0.4), guess(3, 1, 2, 0.9))
-    assert as_pass(likeliest_first(tree.select(9))) == (PassNode(ROOT, 0), PassNode(0, 2), PassNode(ROOT, 1))
+    assert as_pass(tree.select(9))[1] == (PassNode(ROOT, 0), PassNode(0, 2), PassNode(ROOT, 1))
+    assert as_pass([]) == ((), ())

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from duodecoding.costs import Profile
 from duodecoding.planner import DEAREST, Outlook, Switch, Trust, hopeless, how_many_nodes, least_chance, worth_waiting
 from duodecoding.sampling import Choice
-from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass, likeliest_first
+from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass
 from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, Source
 
 FIRST_COVERAGE = 0.8  # chance that a node's guessed children hold the right token, before anything is known
@@ -162,8 +162,7 @@ class DuoCore:
             return Wait(delay)
         if not nodes:
             return BARE
-        nodes = likeliest_first(nodes)
-        return Verify(tuple(nodes), as_pass(nodes))
+        return Verify(*as_pass(nodes))
 
     def _selection(self) -> tuple[list[Node], float]:
         """The guesses worth a place in the pass, best first, and how many of them should be right. One beyond the answer's last

@@ -225,23 +225,27 @@ class TokenTree:
             yield from level
 
 
-def likeliest_first(nodes: Sequence[Node]) -> list[Node]:
-    """The same nodes, which come best first, depth first with the likelier child first: the likeliest path comes out contiguous
-    and in front."""
-    below: dict[int, list[Node]] = {id(node): [] for node in nodes}
-    tops: list[Node] = []
-    for node in reversed(nodes):
-        below.get(id(node.parent), tops).append(node)
-    ordered: list[Node] = []
-    while tops:
-        node = tops.pop()
+def as_pass(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], tuple[PassNode, ...]]:
+    """A selection as a target sees it: depth first with the likelier child first, so that the likeliest path comes out contiguous
+    and in front; and the same with parents by index. The nodes come best first, and none without its parent."""
+    if not nodes:
+        return (), ()
+    below: dict[int, list[Node]] = {}
+    for node in nodes:
+        above = id(node.parent)
+        if above in below:
+            below[above].append(node)
+        else:
+            below[above] = [node]
+    root = id(nodes[0].parent)  # nothing is likelier than the best child of the root
+    places, stack, ordered, new = {root: ROOT}, below[root][::-1], list[Node](), tuple.__new__
+    guesses = list[PassNode]()
+    while stack:
+        node = stack.pop()
+        here = id(node)
+        guesses.append(new(PassNode, (places[id(node.parent)], node.token)))  # quicker than PassNode(...)
+        places[here] = len(ordered)
         ordered.append(node)
-        tops += below[id(node)]
-    return ordered
-
-
-def as_pass(nodes: Sequence[Node]) -> tuple[PassNode, ...]:
-    """The nodes as a target sees them: parents by index."""
-    index = {id(node): i for i, node in enumerate(nodes)}
-    make = PassNode._make
-    return tuple([make((index.get(id(node.parent), ROOT), node.token)) for node in nodes])
+        if here in below:
+            stack += below[here][::-1]
+    return tuple(ordered), tuple(guesses)
