@@ -75,9 +75,9 @@ def test_tokens_per_second_as_spec_bench_counts_them():
     assert metrics.by_task(speeds) == {"qa": 30.0, "rag": 12.0, "mean": 21.0}
 
 
-def test_of_several_sessions_the_median_counts():
-    said = [answer("off", "1", 10, seconds, repeat=repeat) for repeat, seconds in enumerate((1.0, 5.0, 0.5))]
-    assert metrics.by_question(said) == {("qa", "1"): 10.0}
+def test_of_several_sessions_the_mean_counts():
+    said = [answer("off", "1", 10, seconds, repeat=repeat) for repeat, seconds in enumerate((1.0, 2.0, 0.5))]
+    assert metrics.by_question(said) == {("qa", "1"): pytest.approx((10 + 5 + 20) / 3)}
 
 
 def test_decoding_alone_leaves_out_the_prompt_and_what_came_with_the_first_token():

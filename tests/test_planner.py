@@ -150,7 +150,7 @@ def test_a_useless_draft_costs_little_although_every_answer_is_a_new_chance(slow
     for _ in range(60):
         switch.new_answer()
         spent.append(play(switch, 96, lambda i: 1, lambda i: slower))
-    assert sum(spent[10:]) / len(spent[10:]) <= 1.03
+    assert sum(spent[10:]) / len(spent[10:]) <= 1.015
 
 
 def test_a_draft_that_is_good_for_the_next_answer_is_found_soon():
@@ -162,7 +162,7 @@ def test_a_draft_that_is_good_for_the_next_answer_is_found_soon():
     while not switch.on:
         switch.observe(1, 1.0, plain=1.0)
         waited += 1
-    assert waited <= 96
+    assert waited <= 128  # tokens: within an answer of some length
 
 
 @given(st.integers(0, 1000))

@@ -19,6 +19,7 @@ PRIOR_WEIGHT = 6.0  # observations that the draft's own word counts for
 FORGET = 0.998  # per observation in a bin
 CAUTION = 1.1  # times the tokens a second of a bare pass that a pass over guesses must promise
 UNTRIED, LEAST_TRUSTED, DEAREST = 3.0, 2.6, 4.0  # bare passes that one over guesses may take: at first, after losses, after gains
+PROBE_PAYS = 120  # rounds between two probes, for each token that one costs
 LEAST_READ = 256  # tokens of a prompt that the draft reads in any case
 READING_PASSES = 8  # of the target, that it may take for more
 
@@ -130,8 +131,8 @@ class Switch:
     _paid: float = 0.0  # tokens lost when it was last paused
 
     def new_answer(self) -> None:
-        """So long a pause that one more probe like the last costs a sixtieth."""
-        self._pause_left = min(self._pause_left, max(self.shortest_pause, round(60 * self._paid)))
+        """So long a pause that one more probe like the last costs less than a hundredth."""
+        self._pause_left = min(self._pause_left, max(self.shortest_pause, round(PROBE_PAYS * self._paid)))
 
     def observe(self, tokens: int, seconds: float, plain: float) -> None:
         """A round gave `tokens` in `seconds`; a token in `off` takes `plain`."""

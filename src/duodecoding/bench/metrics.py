@@ -116,11 +116,11 @@ def _decode_speed(answers: Answers) -> float:
 
 
 def by_question(answers: Answers, speed: Callable[[Answers], float] = _speed) -> dict[tuple[str, str], float]:
-    """Tokens per second of each question, all its turns together: the median of its sessions."""
+    """Tokens per second of each question, all its turns together: the mean of its sessions."""
     sessions: dict[tuple[str, str], dict[int, list[Answer]]] = {}
     for answer in answers:
         sessions.setdefault(answer.question, {}).setdefault(answer.repeat, []).append(answer)
-    return {question: statistics.median(map(speed, sessions[question].values())) for question in sorted(sessions)}
+    return {question: statistics.mean(map(speed, sessions[question].values())) for question in sorted(sessions)}
 
 
 def by_task(speeds: Mapping[tuple[str, str], float]) -> dict[str, float]:
