@@ -11,7 +11,7 @@ from worlds import World, configs, parameters, said, worlds
 
 from duodecoding import SamplingParams, realtime
 from duodecoding.backends.scripted import ProtocolBroken
-from duodecoding.core import Choose, Committed, DuoCore, Expand, Verdict, Verify, Wait, places, walk
+from duodecoding.core import BARE, LOOKS_EVERY, RESTLESS, Choose, Committed, DuoCore, Expand, Verdict, Verify, Wait, places, walk
 from duodecoding.llm import _Reader
 from duodecoding.planner import Outlook
 from duodecoding.sampling import Choice
@@ -435,3 +435,18 @@ def test_nobody_waits_for_guesses_behind_the_answers_end(left: int, waits: bool)
     core.nodes_arrived([Proposal(1, -1, 7, 0.99, Source.MODEL), Proposal(2, 1, 8, 0.99, Source.MODEL)])
     found = core.step(Outlook(next_in=1e-4, expanding=(2,), step=1e-3))
     assert isinstance(found, Wait if waits else Verify)
+
+
+def test_what_is_never_of_use_is_looked_for_less_often() -> None:
+    core = DuoCore([1, 2], SamplingParams(max_tokens=100), EngineConfig(mode=Mode.DUO), context=1000)
+    looked = []
+    for _ in range(RESTLESS + 4 * LOOKS_EVERY):
+        looked.append(core.looking)
+        core.verdict_arrived(BARE, Verdict((), (Choice(5, 0.0),)))
+    assert all(looked[: RESTLESS - 1])
+    assert sum(looked[RESTLESS:]) == 4
+    core.nodes_arrived([Proposal(1, -core.tree.position, 7, 0.9, Source.LOOKUP)])
+    work = core.step()
+    assert isinstance(work, Verify)
+    core.verdict_arrived(work, Verdict((), (Choice(5, 0.0),)))
+    assert core.looking, "a pass over guesses, right or wrong, and all is as in the beginning"

@@ -22,6 +22,7 @@ from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, 
 FIRST_COVERAGE = 0.8  # chance that a node's guessed children hold the right token, before anything is known
 COVERAGE_RATE = 0.05
 PRICES_HOLD = 32  # rounds
+RESTLESS, LOOKS_EVERY = 12, 4  # rounds
 
 # The target's token after node i of a pass (ROOT: after the root). Asked only along the accepted path.
 Choose = Callable[[int], Choice]
@@ -124,7 +125,7 @@ class DuoCore:
         self._free_switch.new_answer()
         self._trust = Trust() if config.mode is Mode.DUO else Trust(DEAREST)
         self._coverage = FIRST_COVERAGE
-        self._bare = True  # the last round
+        self._bare_rounds = 1  # since the last one over guesses
         self._known_prices: list[float] = []
         self._cheapest = 0.0  # place in a pass
         self._priced_until = 0
@@ -141,6 +142,12 @@ class DuoCore:
     def guessing(self) -> bool:
         """Should anyone guess now? Lookup and recycling may while the draft is paused."""
         return self.uses_drafts and (self._switch.on or self._free_switch.on)
+
+    @property
+    def looking(self) -> bool:
+        """Should guesses be looked for that no model makes? In an answer that had no use for any in many rounds only now and then:
+        on a CPU to look takes a hundredth of a pass."""
+        return self._bare_rounds < RESTLESS or self._bare_rounds % LOOKS_EVERY == 0
 
     @cached_property
     def least_chance(self) -> float:
@@ -237,9 +244,9 @@ class DuoCore:
             return
         plain, paused = self._prices()[1], not self._switch.on
         self._switch.observe(tokens, seconds, plain)
-        if not self._bare:
+        if not self._bare_rounds:
             self._trust.observe(tokens, seconds, plain)
-        if paused and not (self._bare and self._free_switch.on):  # a plain pass says nothing about the guesses it had not
+        if paused and not (self._bare_rounds and self._free_switch.on):  # a plain pass says nothing about the guesses it had not
             self._free_switch.observe(tokens, seconds, plain)
 
     def draft_exhausted(self) -> None:
@@ -269,7 +276,7 @@ class DuoCore:
 
     def _count(self, work: Verify, gained: Sequence[Committed]) -> None:
         self.rounds += 1
-        self._bare = not work.nodes
+        self._bare_rounds = 0 if work.nodes else self._bare_rounds + 1
         if not work.nodes:
             return
         guessed = [committed.source for committed in gained if committed.source is not Source.TARGET]

@@ -176,6 +176,7 @@ def take_turns(
     core: DuoCore, target: Target, conversation: Conversation, drafters: Drafters, meter: Meter, pace: Pace
 ) -> Iterator[list[Committed]]:
     """Draft, verify, draft, verify: one processor at a time. Yields the tokens of each round."""
+    untold: list[int] = []  # committed, not said to the drafters yet
     while (work := core.step()) is not None:
         if not isinstance(work, Verify):
             draft_step(core, drafters, meter)
@@ -185,16 +186,22 @@ def take_turns(
         seconds = end_pass(target, meter)
         gained = target_verdict(core, conversation, work, choose, meter)
         if core.uses_drafts and meter.rounds > 1:  # the first pass read the prompt
-            pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
+            if core.looking:
+                pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
             core.round_took(len(gained), seconds)
         yield gained
-        if core.finish_reason is None and core.uses_drafts:
-            drafters.commit([committed.token for committed in gained])
+        if core.uses_drafts and core.finish_reason is None:
+            untold += [committed.token for committed in gained]
+        if untold and (drafters.model is not None or core.looking or core.finish_reason is not None):
+            drafters.commit(untold)
+            untold = []
             guess_for_free(core, drafters)
 
 
 def guess_for_free(core: DuoCore, drafters: Drafters, visits: int = VISITS) -> None:
     """After the tokens of a round are out, so that none waits for it: what can be guessed without a model."""
+    if not core.looking or core.finish_reason is not None:
+        return
     if core.guessing and drafters.lookup is not None:
         core.nodes_arrived(drafters.lookup.guess(core.least_chance, again=False))
     recycle(core, drafters, visits)
