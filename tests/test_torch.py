@@ -303,6 +303,12 @@ def test_log_probabilities_are_those_of_the_model(target: TorchTarget) -> None:
     assert choice.logprob == pytest.approx(float(plain[choice.token]), abs=1e-4)
 
 
+def test_on_a_cpu_a_pass_is_over_when_it_returns_and_is_not_padded(target: TorchTarget) -> None:
+    target.verify([(target.open(tokens(3, 9), SamplingParams()), [])])
+    assert target.done()
+    assert (target.overlaps, target.pass_sizes) == (False, ())
+
+
 def test_a_common_prefix_is_reused(target: TorchTarget) -> None:
     prompt, params = tokens(8, 40), SamplingParams(max_tokens=8)
     first = answer(target, prompt, params)
