@@ -19,7 +19,7 @@ from typing import Any
 from common import RESULTS
 
 from duodecoding.cli.plots import DRAFT, FAINT, GRID, INK, READING, TARGET, _figure, _label, _save
-from duodecoding.costs import CostCurve, fit, from_record, to_record
+from duodecoding.costs import CostCurve, fit, from_record, stepped, to_record
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "images" / "h200_verify.png"
@@ -122,12 +122,9 @@ def steps(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     known = cells(results)
     for context, curve in curves(results, "ms").items():
-        before, row = 0, found.setdefault(str(context), {})
-        for n in curve.points:
-            cell = known.get(f"{n} bush@{context}") or known[f"{n}@{context}"]
-            seconds = round((cell["ms"] + cell["sampling_ms"]) / 1e3, 6)
-            row |= {str(before + 1): seconds, str(n): seconds}
-            before = n
+        used = {n: known.get(f"{n} bush@{context}") or known[f"{n}@{context}"] for n in curve.points}
+        passes = CostCurve({n: round((cell["ms"] + cell["sampling_ms"]) / 1e3, 6) for n, cell in used.items()})
+        found[str(context)] = {str(n): seconds for n, seconds in stepped(passes, list(used)).points.items()}
     return found
 
 

@@ -436,6 +436,18 @@ def test_a_pass_that_is_over_is_not_listened_beside() -> None:
         assert llm.generate(list(WORLD.prompt), PARAMS).token_ids == World(context=200).plain(PARAMS).token_ids
 
 
+def test_what_passes_take_is_learnt_where_their_end_was_seen() -> None:
+    class Waited(Beside):
+        def done(self) -> bool:
+            return False
+
+    with engine(Waited(WORLD.target()), in_thread(WORLD.draft()), EngineConfig(mode=Mode.DUO)) as llm:
+        llm._pace = Pace(guessed_costs(on_gpu=True))
+        before = llm._pace.costs.verify_cost(1, 50)
+        llm.generate(list(WORLD.prompt), PARAMS)
+        assert llm._pace.costs.verify_cost(1, 50) != before
+
+
 def test_a_slow_reader_of_the_answer_is_not_taken_for_a_slow_target() -> None:
     target = Beside(WORLD.target())
     with engine(target, in_thread(WORLD.draft()), EngineConfig(mode=Mode.DUO)) as llm:

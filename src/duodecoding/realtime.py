@@ -190,17 +190,19 @@ def take_turns(
                 pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
             core.round_took(len(gained), seconds)
         yield gained
-        if core.uses_drafts and core.finish_reason is None:
+        if core.finish_reason is None and core.uses_drafts:
             untold += [committed.token for committed in gained]
-        if untold and (drafters.model is not None or core.looking or core.finish_reason is not None):
-            drafters.commit(untold)
-            untold = []
-            guess_for_free(core, drafters)
+            if drafters.model is not None or core.looking:
+                drafters.commit(untold)
+                untold = []
+                guess_for_free(core, drafters)
+    if untold:
+        drafters.commit(untold)
 
 
 def guess_for_free(core: DuoCore, drafters: Drafters, visits: int = VISITS) -> None:
     """After the tokens of a round are out, so that none waits for it: what can be guessed without a model."""
-    if not core.looking or core.finish_reason is not None:
+    if not core.looking:
         return
     if core.guessing and drafters.lookup is not None:
         core.nodes_arrived(drafters.lookup.guess(core.least_chance, again=False))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,14 +59,20 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
+def _kernels(rows: torch.Tensor, k: int) -> Any:
+    """`torch_draw`, where it can find the k best of such rows; else None."""
+    if not _has_kernels(rows.device):
+        return None
+    from duodecoding.backends import torch_draw
+
+    return torch_draw if torch_draw.fits(rows.shape[1], k) else None
+
+
 def largest(rows: torch.Tensor, k: int) -> torch.Tensor:
     """Ids of the k largest entries of each row, best first, ties by id: (rows, k)."""
-    if _has_kernels(rows.device):
-        from duodecoding.backends import torch_draw
-
-        if torch_draw.fits(rows.shape[1], k):
-            ids = torch_draw.largest(rows, k)
-            return _ids(_keys(rows.gather(1, ids), ids).sort(dim=1, descending=True).values)
+    if kernels := _kernels(rows, k):
+        ids = kernels.largest(rows, k)
+        return _ids(_keys(rows.gather(1, ids), ids).sort(dim=1, descending=True).values)
     return _ids(_keys(rows, torch.arange(rows.shape[1], device=rows.device)).topk(k, dim=1).values)
 
 
@@ -114,14 +120,10 @@ def choose(
     rows = logits if history is None else penalised(logits, params, history)
     if bias is not None:
         rows = rows + bias
-    whole = not (params.top_k or params.top_p < 1 or params.min_p > 0)  # the distribution
-    if _has_kernels(logits.device) and (params.greedy or whole):
-        from duodecoding.backends import torch_draw
-
-        head = min(HEAD, rows.shape[1])
-        if torch_draw.fits(rows.shape[1], head):
-            temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
-            return torch_draw.choose(logits, rows, temperature, seed, positions, head)
+    head, whole = min(HEAD, rows.shape[1]), not (params.top_k or params.top_p < 1 or params.min_p > 0)  # the distribution
+    if (params.greedy or whole) and (kernels := _kernels(rows, head)):
+        temperature = 0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+        return kernels.choose(logits, rows, temperature, seed, positions, head)
     if params.greedy:
         tokens, unsure = rows.argmax(dim=1), torch.zeros_like(positions)
     else:
