@@ -59,7 +59,8 @@ def measure(vocab: int, rows: int, params: SamplingParams) -> dict[str, Any]:
     return {
         **times,
         "as_torch": bool(torch.equal(found["kernels"][[0, 2]], found["torch"][[0, 2]])),
-        "as_alone": bool(torch.equal(torch.cat(alone, dim=1), found["kernels"])),
+        "as_alone": bool(torch.equal(torch.cat(alone, dim=1)[[0, 2]], found["kernels"][[0, 2]])),
+        "logprobs_as_alone": bool(torch.equal(torch.cat(alone, dim=1)[1], found["kernels"][1])),
         "as_numpy": all(ours == token or doubt for ours, token, doubt in zip(tokens, theirs, unsure, strict=True)),
         "unsure": int(sum(unsure)),
     }
