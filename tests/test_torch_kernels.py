@@ -96,6 +96,28 @@ def test_products_and_norms() -> None:
     interpret(PRODUCTS)
 
 
+MOVES = """
+    import torch
+    from duodecoding.backends import torch_kernels
+    from duodecoding.backends.torch_slots import CacheShape, Slots
+
+    torch.manual_seed(0)
+    for moves in ([(9, 7), (7, 6), (20, 8)], [(12 + 3 * i, 10 + i) for i in range(20)]):  # from where another one goes, too
+        found, expected = (Slots(CacheShape(3, 2, 16), 80, torch.device("cpu"), torch.float16) for _ in range(2))
+        found.move_by(torch_kernels.move)
+        for a, b in ((found._keys, expected._keys), (found._values, expected._values)):
+            b.copy_(a.normal_())
+        for slots in (found, expected):
+            slots.plan(moves)
+            slots.settle()
+        assert torch.equal(found._keys, expected._keys) and torch.equal(found._values, expected._values)
+"""
+
+
+def test_moves_read_everything_before_they_write() -> None:
+    interpret(MOVES)
+
+
 CHOICES = """
     from dataclasses import replace
     import torch

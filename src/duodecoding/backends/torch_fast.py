@@ -18,6 +18,7 @@ from duodecoding.backends.torch_slots import Slots
 KERNEL_ROWS = 128  # more rows are a prompt, which libraries read faster
 HEAD_SIZES = {16, 32, 64, 128, 256}
 MOST_GROUPS = 16  # query heads for a key head
+STEADY_ROPES = {"default", "linear", "llama3", "yarn"}
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read the same input, so one product serves them all
 
 
@@ -79,27 +80,38 @@ class Fast:
         half = model.dtype in {torch.bfloat16, torch.float16}
         kernels = kernels and half
         self.groups = _groups(model, slots) if kernels else 0  # query heads for a key head; 0: our attention is not used
+        if self.groups:
+            from duodecoding.backends.torch_kernels import move
+
+            slots.move_by(move)
         _join(model, kernels)
         _replace_linears(model, kernels)
         if kernels:
             _replace_norms(model)
         self._layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         if compile:
-            self._compile(slots)
+            self._compile(model, slots)
         else:
             self._layers = []
 
-    def _compile(self, slots: Slots) -> None:
+    def _compile(self, model: nn.Module, slots: Slots) -> None:
         # One compilation serves all layers: none of them may carry a number of its own.
         torch._dynamo.config.recompile_limit = 512
         torch._dynamo.config.accumulated_recompile_limit = 4096
+        options = {"emulate_precision_casts": True}
+        if hasattr(torch._inductor.config.triton, "enable_pdl"):
+            options["triton.enable_pdl"] = True  # as our kernels do: see `torch_kernels`
         for layer in self._layers:
             for module in layer.modules():
                 if isinstance(getattr(module, "layer_idx", None), int):
                     module.layer_idx = slots.layers[module.layer_idx]
             # Fused kernels differ with the number of rows, so what they round must not depend on what was fused.
-            layer.compile(dynamic=False, fullgraph=True, options={"emulate_precision_casts": True})
-            layer.duo_compiled, layer._compiled_call_impl = layer._compiled_call_impl, None
+            layer.compile(dynamic=False, fullgraph=True, options=options)
+        for rotary in _rotaries(model):  # a dozen small kernels otherwise
+            rotary.compile(dynamic=False, options=options)
+            self._layers.append(rotary)
+        for module in self._layers:
+            module.duo_compiled, module._compiled_call_impl = module._compiled_call_impl, None
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
@@ -110,6 +122,12 @@ class Fast:
         finally:
             for layer in self._layers:
                 layer._compiled_call_impl = None
+
+
+def _rotaries(model: nn.Module) -> list[Any]:
+    """Modules for rotary positions whose frequencies do not depend on the length of the text."""
+    named = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    return [module for module in named if getattr(module, "rope_type", "") in STEADY_ROPES]
 
 
 def _groups(model: Any, slots: Slots) -> int:

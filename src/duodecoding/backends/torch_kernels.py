@@ -10,6 +10,8 @@ every sum are fixed by the model's shape:
   row's own key comes last, by itself. Blocks that lie wholly before the pass are the same for all rows and read once. The others
   are gathered along a path of the tree, so a guess sees its ancestors where it would see them as committed tokens. Rows that hang
   under one path share what is gathered there; what a row does not see changes nothing for it.
+
+Where the GPU can do it (Hopper and later) a kernel begins while the one before it ends: see `_begin`. Results are the same.
 """
 
 from __future__ import annotations
@@ -36,15 +38,46 @@ MOST_TOGETHER = 3  # programs on a multiprocessor
 SMALLEST_ROOM = 101_376  # bytes of shared memory that every GPU with bfloat16 has
 LARGE_HEADS = 168_000  # bytes for attention with heads of 256 numbers and three loads under way
 LOG2E = 1.4426950408889634
+FETCHED = 256  # bytes of each row of weights that are in the cache before a product begins
+REGISTERS = 168  # for each thread of `_partial`, where there are many rows: three programs have room on a multiprocessor
+LEAST_EVEN = 5  # programs on a multiprocessor from which on it does not matter much how many the last ones are
+EARLY = True  # whether kernels begin early where they can
 FUSED = True  # said, because what Triton does by itself changes from version to version
 DEEPER = tl.constexpr(torch_slots.DEEPER)
 LOWEST = tl.constexpr(-1e38)  # the largest score of nothing; finite, so that two of them have a difference
 
 
 @triton.jit
-def _linear(x, w, out, rows, n, k, per_split, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for the kernel before this one, whose programs may still run, and let the next one begin.
+
+    In this order: so what runs at the same time is two kernels at most, and the one before those has ended. The compiler's
+    kernels rely on that.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _fetch(at, size):  # type: ignore[no-untyped-def]
+    """So many bytes behind each address, into the GPU's cache."""
+    asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [at.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _linear(  # type: ignore[no-untyped-def]
+    x, w, out, rows, n, k, per_split,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, FETCHED: tl.constexpr,
+):  # fmt: skip
     """out[split] = x[:, part] @ w[:, part].T. One program for N columns of one split."""
     column, split = tl.program_id(1), tl.program_id(2)
+    if FETCHED > 0:  # weights are no kernel's result, so they need not wait for one
+        each: tl.constexpr = 128 // N  # addresses of a row: one for every thread
+        line = (column * N + tl.arange(0, N)).to(tl.int64)[:, None] * k + split * per_split
+        _fetch(w + line + tl.arange(0, each)[None, :] * (FETCHED // each // 2), FETCHED // each)
+    _begin(EARLY)
     row = tl.program_id(0) * M + tl.arange(0, M)
     col = column * N + tl.arange(0, N)
     inner = split * per_split + tl.arange(0, K)
@@ -65,14 +98,31 @@ def _linear(x, w, out, rows, n, k, per_split, M: tl.constexpr, N: tl.constexpr, 
 
 
 @triton.jit
-def _rms_norm(x, weight, out, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm(x, weight, out, size, eps, WIDTH: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
+    factor = tl.load(weight + col, mask=col < size, other=0.0)
+    _begin(EARLY)
     values = tl.load(x + row * size + col, mask=col < size, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values) / size + eps)
-    factor = tl.load(weight + col, mask=col < size, other=0.0)
     # Rounded before the weight is applied, as transformers does.
     tl.store(out + row * size + col, (values * scale).to(factor.dtype) * factor, mask=col < size)
+
+
+@triton.jit
+def _move(keys, values, places, layer, heads, head, slot, COUNT: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Entries of one layer and head to other slots, all read before any is written. A move to where it comes from is none."""
+    number = tl.program_id(0)
+    which = tl.arange(0, COUNT)
+    source, to = tl.load(places + which), tl.load(places + COUNT + which)
+    moves = (source != to)[:, None]
+    if tl.max((source != to).to(tl.int32)) > 0:
+        start = (number // heads).to(tl.int64) * layer + (number % heads).to(tl.int64) * head + tl.arange(0, SIZE)[None, :]
+        at, back = start + source[:, None] * slot, start + to[:, None] * slot
+        k, v = tl.load(keys + at, mask=moves), tl.load(values + at, mask=moves)
+        tl.debug_barrier()
+        tl.store(keys + back, k, mask=moves)
+        tl.store(values + back, v, mask=moves)
 
 
 @triton.jit
@@ -92,16 +142,23 @@ def _fold(top, mass, acc, top_2, mass_2, acc_2):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block(q, keys, values, slot, there, seen, stride, scale, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _block(q, keys, values, slot, there, seen, stride, scale, SIZE: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The partial softmax of one block of positions, whose entries lie in `slot`; `there` (BLOCK,) says which have one, `seen`
-    (rows, BLOCK) which count for which row."""
+    (rows, BLOCK) which count for which row. WHOLE: all do, for all."""
     at = slot[:, None] * stride + tl.arange(0, SIZE)[None, :]
-    k = tl.load(keys + at, mask=there[:, None], other=0.0)
-    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, LOWEST)
-    top = tl.max(scores, axis=1)
-    weights = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
+    if WHOLE:
+        k = tl.load(keys + at)
+        scores = tl.dot(q, tl.trans(k)) * scale
+        top = tl.max(scores, axis=1)
+        weights = tl.exp2(scores - top[:, None])
+        v = tl.load(values + at)
+    else:
+        k = tl.load(keys + at, mask=there[:, None], other=0.0)
+        scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, LOWEST)
+        top = tl.max(scores, axis=1)
+        weights = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
+        v = tl.load(values + at, mask=there[:, None], other=0.0)
     mass = tl.sum(weights, axis=1)
-    v = tl.load(values + at, mask=there[:, None], other=0.0)
     acc = tl.dot(weights.to(v.dtype), v)
     return top, mass, acc
 
@@ -110,7 +167,8 @@ def _block(q, keys, values, slot, there, seen, stride, scale, SIZE: tl.constexpr
 def _store(part, part_top, part_mass, at, real, top, mass, acc, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(part_top + at, top, mask=real)
     tl.store(part_mass + at, mass, mask=real)
-    tl.store(part + at[:, None] * SIZE + tl.arange(0, SIZE)[None, :], acc, mask=real[:, None])
+    place = part + at[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(place, acc, mask=real[:, None], eviction_policy="evict_last")  # the next kernel wants it in the cache
 
 
 @triton.jit
@@ -127,6 +185,7 @@ def _partial(  # type: ignore[no-untyped-def]
     q, keys, values, table, part, part_top, part_mass, own, own_top, own_mass,
     rows, width, q_head, q_row, head_stride, slot_stride, scale, splits, blocks, tiles,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, B: tl.constexpr, S: tl.constexpr, LINES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of one key head, M of the (row, query head) pairs: either one split of the blocks before the pass, folded into a part for
     each pair; or a line of the table, all blocks along its path, a part for each pair and block."""
@@ -137,6 +196,7 @@ def _partial(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, SIZE)
     first, lines = tl.load(table), tl.load(table + 1)
     shared = first // B * B
+    _begin(EARLY)
     if job < LINES:
         members: tl.constexpr = M // GROUPS
         for number in range(job, lines, LINES):
@@ -149,14 +209,15 @@ def _partial(  # type: ignore[no-untyped-def]
             q_at = q + ((head * GROUPS + pair % GROUPS) * q_head + row * q_row)[:, None] + inner[None, :]
             asked = tl.load(q_at, mask=real[:, None], other=0.0)
             at = head.to(tl.int64) * blocks * rows * GROUPS + row * GROUPS + pair % GROUPS
-            for start in range(shared, last, B):
+            for start in tl.range(shared, last, B, num_stages=1):
                 position = start + tl.arange(0, B)
                 there = position < last
                 above = tl.load(line + members + position - first, mask=there & (position >= first), other=0)
                 slot = tl.where(position >= first, first + above, position)
                 seen = position[None, :] < end[:, None]
-                top, mass, acc = _block(asked, keys, values, slot, there, seen, slot_stride, scale, SIZE)
-                _store(own, own_top, own_mass, at + (start - shared) // B * rows * GROUPS, real, top, mass, acc, SIZE)
+                top, mass, acc = _block(asked, keys, values, slot, there, seen, slot_stride, scale, SIZE, False)
+                place = at + (start - shared) // B * rows * GROUPS
+                _store(own, own_top, own_mass, place, real, top, mass, acc, SIZE)
     else:
         split, tile = (job - LINES) // tiles, (job - LINES) % tiles
         before = tl.minimum(shared, (split + 1) * S)
@@ -168,9 +229,7 @@ def _partial(  # type: ignore[no-untyped-def]
             top, mass, acc = _empty(M, SIZE)
             for start in range(split * S, before, B):
                 slot = start + tl.arange(0, B)
-                there = slot < before  # all of them
-                seen = tl.broadcast_to(there[None, :], (M, B))
-                t, m, a = _block(asked, keys, values, slot, there, seen, slot_stride, scale, SIZE)
+                t, m, a = _block(asked, keys, values, slot, slot, slot, slot_stride, scale, SIZE, True)
                 top, mass, acc = _fold(top, mass, acc, t, m, a)
             at = (head * splits + split).to(tl.int64) * rows * GROUPS + pair
             _store(part, part_top, part_mass, at, real, top, mass, acc, SIZE)
@@ -209,7 +268,7 @@ def _before(  # type: ignore[no-untyped-def]
 def _merge(  # type: ignore[no-untyped-def]
     q, keys, values, table, part, part_top, part_mass, own, own_top, own_mass, out,
     rows, width, q_head, q_row, head_stride, slot_stride, scale, splits, blocks,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, S: tl.constexpr, WRITTEN: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, S: tl.constexpr, WRITTEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and one query head: fold all parts in the order of positions, then the row's own key."""
     row, query = tl.program_id(0), tl.program_id(1)
@@ -221,6 +280,7 @@ def _merge(  # type: ignore[no-untyped-def]
     asked = tl.load(q + query * q_head + row * q_row + inner).to(tl.float32)
     k, v = tl.load(keys + entry).to(tl.float32), tl.load(values + entry).to(tl.float32)
     score = tl.sum(asked * k, axis=1) * scale
+    _begin(EARLY)  # all above is older than the kernel before this one
     step = rows * GROUPS  # from a part to the next
     at = row * GROUPS + query % GROUPS + tl.arange(0, 1)  # an array of one; `at >= 0` is its mask
     top, mass, acc, open_top, open_mass, open_acc = _before(
@@ -264,6 +324,12 @@ def _device(device: torch.device) -> tuple[int, int]:
     return int(getattr(found, "shared_memory_per_block_optin", SMALLEST_ROOM)), int(found.multi_processor_count)
 
 
+def _early(device: torch.device) -> dict[str, Any]:
+    """For the launch of a kernel that calls `_begin`."""
+    early = EARLY and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
 def _stages(programs: int, size: int, device: torch.device) -> int:
     """Loads of `size` bytes that a program has under way. The result is the same; but if the programs can all be at work at once,
     or two on each multiprocessor where they are many, they should have the room for it."""
@@ -272,6 +338,12 @@ def _stages(programs: int, size: int, device: torch.device) -> int:
     together = together if together <= MOST_TOGETHER else 2
     stages = max(3, min(6 - together, room // together // size))
     return max(1, min(stages, room // size))
+
+
+def _is_even(programs: int, device: torch.device) -> bool:
+    """Are all multiprocessors busy about equally long with so many?"""
+    each = programs / _device(device)[1]
+    return each <= MOST_TOGETHER or each >= LEAST_EVEN
 
 
 def _product_tile(rows: int) -> int:
@@ -299,10 +371,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, exact: bool = True) -> torch.T
     columns, inner, splits = PLANS.get((n, k)) or linear_plan(n, k)
     per_split = -(-k // (splits * inner)) * inner
     tile = _product_tile(rows)
+    if tile == TILE and splits == 1 and columns == 128 and _is_even(-(-n // 64), x.device):
+        columns, inner = 64, 128  # the order of the sum is the same
     out = torch.empty((splits, rows, n), dtype=_kind(x, splits, exact), device=x.device)
     grid = (-(-rows // tile), -(-n // columns), splits)
     even = n % columns == 0 and per_split * splits == k
-    sizes: dict[str, Any] = {"M": tile, "N": columns, "K": inner, "EVEN": even}
+    early = _early(x.device)
+    fetched = FETCHED if early["EARLY"] and even and x.element_size() * per_split >= FETCHED else 0
+    sizes: dict[str, Any] = {"M": tile, "N": columns, "K": inner, "EVEN": even, "FETCHED": fetched} | early
     stages = _stages(math.prod(grid), x.element_size() * (tile + columns) * inner, x.device)
     _linear[grid](x, weight, out, rows, n, k, per_split, **sizes, num_warps=4, num_stages=stages, enable_fp_fusion=FUSED)
     return out
@@ -325,15 +401,24 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
-    _rms_norm[(x.numel() // size,)](
-        x, weight, out, size, eps, WIDTH=triton.next_power_of_2(size), num_warps=8, enable_fp_fusion=FUSED
-    )
+    options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": FUSED} | _early(x.device)
+    _rms_norm[(x.numel() // size,)](x, weight, out, size, eps, WIDTH=triton.next_power_of_2(size), **options)
     return out
 
 
 @rms_norm.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def move(keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
+    """Entries of all layers between slots, from `places[0]` to `places[1]`; how many is a power of two. Both are (layers, 1, heads,
+    slots, size) and lie alike."""
+    layers, _, heads, _, size = keys.shape
+    count = places.shape[1]
+    strides = keys.stride(0), heads, keys.stride(2), keys.stride(3)
+    warps = max(1, min(8, count // 8))
+    _move[(layers * heads,)](keys, values, places, *strides, COUNT=count, SIZE=size, num_warps=warps)
 
 
 def members(rows: int, groups: int) -> int:
@@ -365,9 +450,11 @@ def tree_attention(
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
     numbers = (rows, table.shape[1], q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), scale * LOG2E, splits, blocks)
     # No multiplication joined with an addition but those written so: which ones would be is the compiler's choice.
-    common: dict[str, Any] = {"GROUPS": groups, "SIZE": size, "B": BLOCK, "enable_fp_fusion": False}
+    common: dict[str, Any] = {"GROUPS": groups, "SIZE": size, "B": BLOCK, "enable_fp_fusion": False} | _early(q.device)
     stages = 3 if size <= 128 or _device(q.device)[0] > LARGE_HEADS else 1
     wide: dict[str, Any] = {"M": tile, "S": written, "LINES": lines, "num_warps": tile // TILE, "num_stages": stages}
+    if tile > TILE and size == 128:
+        wide["maxnreg"] = REGISTERS
     _partial[(shared_heads, lines + splits * tiles)](q, keys, values, table, *parts, *numbers, tiles, **common, **wide)
     one: dict[str, Any] = {"S": SPLIT, "WRITTEN": written, "num_warps": 1}
     _merge[(rows, heads)](q, keys, values, table, *parts, out, *numbers, **common, **one)

@@ -15,8 +15,12 @@ import torch
 from torch.nn import functional
 
 MANY = 64  # masked rows on a GPU that are left to a library: a padded prompt
+AT_ONCE = 64  # moves that are made outside of a pass: this many, or a multiple
 DEEPER = 65536  # a row and its depth in one number: this x depth + row
 ATTENTION = "duodecoding"  # under this name transformers finds the attention below
+
+
+Mover = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # keys, values, places as `Slots.move` has them
 
 
 class Layer(NamedTuple):
@@ -40,6 +44,7 @@ class Slots:
         self.slots = torch.zeros(1, dtype=torch.int64, device=device)  # of the rows of this pass
         self.length = count  # slots that attention looks at
         self._moves: list[tuple[int, int]] = []  # to be made before the next pass
+        self._mover: Mover | None = None
         self.check: Callable[[], None] | None = None  # called in every layer; may raise to stop the pass
 
     def update(
@@ -80,12 +85,22 @@ class Slots:
     def settle(self) -> None:
         """Make the planned moves now."""
         if self._moves:
-            self.move(torch.tensor(list(zip(*self._moves, strict=True)), dtype=torch.int32).to(self._keys.device))
+            spare = -len(self._moves) % AT_ONCE  # what a pass makes on its way has one size, and the rest another
+            places = list(zip(*self._moves, *[(0, 0)] * spare, strict=True))
+            self.move(torch.tensor(places, dtype=torch.int32).to(self._keys.device))
             self._moves = []
+
+    def move_by(self, mover: Mover) -> None:
+        """Leave moves to a kernel. It is made ready here, for any number but those of a pass: an answer has no time for that."""
+        self._mover = mover
+        self.move(torch.zeros((2, AT_ONCE), dtype=torch.int32, device=self._keys.device))
 
     @torch.no_grad()
     def move(self, places: torch.Tensor) -> None:
         """Copy entries of all layers between slots, from `places[0]` to `places[1]`; all are read before any is written."""
+        if self._mover is not None and places.shape[1].bit_count() == 1:
+            self._mover(self._keys, self._values, places)
+            return
         source, to = places.long()
         for buffers in (self._keys, self._values):
             buffers.index_copy_(3, to, buffers.index_select(3, source))
