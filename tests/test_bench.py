@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -197,6 +198,22 @@ def test_everybody_gets_a_question_before_the_next_and_the_first_one_rotates():
     assert again == ["duo", "off", "off", "duo", "duo", "off", "off", "duo"]
 
 
+def test_two_that_answer_in_turns_are_asked_when_the_first_of_them_is():
+    everybody = contenders("off", "duo", "slow")
+    jobs = list(order.schedule(everybody, QUESTIONS, 0))
+    groups = order.together([job for job in jobs if (job[0].name, job[1].id, job[1].task) != ("off", "2", "qa")], everybody[:2])
+    found = [([c.name for c in some], q.task, q.id) for some, q in groups]
+    assert found == [
+        (["off", "duo"], "chat", "1"),
+        (["slow"], "chat", "1"),
+        (["duo", "off"], "qa", "1"),
+        (["slow"], "qa", "1"),
+        (["off", "duo"], "chat", "2"),
+        (["duo"], "qa", "2"),  # it has this one's answer of the other already
+    ]
+    assert order.together(jobs, []) == [([contender], question) for contender, question in jobs]
+
+
 def test_questions_for_tuning_are_the_packages_own_and_not_measured():
     own = order.spare_questions([])
     assert len({question.task for question in own[:7]}) == 7
@@ -345,6 +362,40 @@ def test_an_answer_starts_cold_in_target_and_draft(pair):
         forget(engine.llm)
         assert engine.llm.generate(prompt, PARAMS).stats.reused_tokens == 0
         engine.close()
+
+
+def test_two_modes_in_turns(pair, tmp_path):
+    """A round each, whoever has said least; the same answers, and the time of each is its own."""
+    passes: list[int] = []
+
+    class Noting(scripted.ScriptedTarget):
+        def verify(self, work: Any) -> Any:
+            passes.append(id(self))
+            time.sleep(0.002)
+            return super().verify(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        new = lambda path, config, progress=None: Noting(WORLD.target().vocabulary, WORLD.target()._script, context=512)  # noqa: E731
+        patch.setattr("duodecoding.backends.load_target", new)
+        free = replace(pair, draft="free")
+        both = [Engine(LLM.from_config(replace(free, mode=mode))) for mode in (Mode.OFF, Mode.DUO)]
+        passes.clear()
+        prompt = [0, 5, 7, 8, 9, 4]
+        start = time.perf_counter()
+        off, duo = engines.answer_in_turns(both, [prompt, prompt], PARAMS)
+        whole, line = time.perf_counter() - start, both[0].timeline
+        assert off["tokens"] == duo["tokens"] == both[0].answer(prompt, PARAMS)["tokens"]
+        assert len(set(passes[:2])) == 2, "the first pass of each comes before the second of any"
+        assert off["seconds"] + duo["seconds"] < whole
+        assert off["rounds"] * 0.002 <= off["pass_seconds"] <= off["seconds"]
+        assert line.end - line.begin <= off["seconds"], "it knows nothing of the other one's time"
+        run = played(Plan(free, QUESTIONS, PARAMS, modes=[Mode.DUO, Mode.CHAIN], repeats=2, in_turns=True), tmp_path / "out")
+    said = run.journal.answers
+    assert Counter(a.who for a in said) == {"off": 12, "chain": 12, "duo": 12}
+    assert run.complete
+    assert report.results(run.journal, {})["equality"]["duo"] == {"compared": 12, "equal": 12}
+    order_of_answers = [(a.who, a.task, a.id, a.turn) for a in said if a.who != "chain"]
+    assert all(a[1:] == b[1:] and a[0] != b[0] for a, b in zip(order_of_answers[::2], order_of_answers[1::2], strict=True))
 
 
 def test_a_run_goes_on_where_it_was_stopped(pair, tmp_path):

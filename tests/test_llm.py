@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from pathlib import Path
@@ -241,6 +242,24 @@ def test_two_in_one_process(model_path: Path, random_draft: Path) -> None:
         assert [a for a, _ in tokens] == [b for _, b in tokens]
         one.close()
         assert [token.id for token in two.stream_chat(QUESTION, SHORT)] == [a for a, _ in tokens]
+
+
+def test_what_loading_left_behind_is_not_searched_for_garbage_in_an_answer(model_path: Path) -> None:
+    """With torch that takes half a second, and came in the midst of passes."""
+
+    def beside(path: Path, config: EngineConfig, progress: object) -> llamacpp.LlamaTarget:
+        target = llamacpp.LlamaTarget(llamacpp.LlamaModel(path), context=256, threads=1)
+        target.overlaps = True
+        return target
+
+    config = EngineConfig(model=str(model_path), mode=Mode.OFF, ctx_size=256, threads=1)
+    before = gc.get_freeze_count()
+    with LLM.from_config(config) as plain:
+        assert gc.get_freeze_count() == before
+        assert plain.context
+    with LLM.from_config(config, load_target=beside):
+        assert gc.get_freeze_count() > before + 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_vocabularies_that_differ(model_path: Path, tmp_path: Path) -> None:

@@ -27,6 +27,20 @@ def timeline(start: float = 10.0) -> Timeline:
     return line
 
 
+def test_stretches_of_silence_can_be_left_out():
+    line = Timeline("an answer")
+    for begin in (1.0, 4.0, 4.5, 9.0):
+        line.span(Lane.TARGET, Did.PASS, begin, begin + 0.25, nodes=int(10 * begin))
+    found = line.without([(0.0, 0.5), (1.25, 4.0), (5.0, 8.5)])
+    assert [(e.begin, e.end, e.args["nodes"]) for e in found.events] == [
+        (0.5, 0.75, 10),
+        (0.75, 1.0, 40),
+        (1.25, 1.5, 45),
+        (2.25, 2.5, 90),
+    ]
+    assert line.without([]).events == line.events
+
+
 def test_the_file_is_what_chrome_reads():
     record = json.loads(json.dumps(to_chrome(timeline())))
     events = record["traceEvents"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -99,6 +100,9 @@ class LLM:
         if config.mode is not Mode.OFF:
             progress("measuring what a pass costs here", 0.9)
             self._pace = self._measured(file.path, draft_file.path if draft_file else None)
+        if target.overlaps:  # a look for garbage among all that loading left behind takes half a second, in the midst of an answer
+            gc.collect()
+            gc.freeze()
         progress("ready", 1.0)
 
     def _measured(self, target: Path, draft: Path | None) -> Pace:
@@ -229,6 +233,8 @@ class LLM:
             if self._stream is not None:
                 self._stream.close()
             self._drafters.close()
+            if self._target.overlaps:
+                gc.unfreeze()
             self._target.close()
             self._closed = True
 

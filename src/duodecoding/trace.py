@@ -5,9 +5,11 @@ Times are seconds on any clock. Perfetto and chrome://tracing open what `to_chro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from duodecoding.errors import UsageError
@@ -78,6 +80,16 @@ class Timeline:
             if (begin <= e.begin <= end if e.name is Did.COMMIT else e.begin < end and e.end > begin)
         ]
         return Timeline(self.title, kept)
+
+    def without(self, silences: Sequence[tuple[float, float]]) -> Timeline:
+        """As if these stretches of time, in their order, had not been. No event reaches into one."""
+        ends, gone = [end for _, end in silences], list(accumulate((end - begin for begin, end in silences), initial=0.0))
+
+        def shifted(event: Event) -> Event:
+            before = gone[bisect_right(ends, event.begin)]
+            return event._replace(begin=event.begin - before, end=event.end - before)
+
+        return Timeline(self.title, [shifted(event) for event in self.events])
 
     def from_zero(self) -> Timeline:
         """The same, with its first event at 0."""

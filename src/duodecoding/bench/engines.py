@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,20 @@ import numpy as np
 
 from duodecoding import backends
 from duodecoding.backends.base import Target
-from duodecoding.bench.metrics import accepted_by_depth, hidden_seconds
+from duodecoding.bench.answers import Speaker, forget
 from duodecoding.bench.peers import Said
 from duodecoding.bench.simulate import setups
 from duodecoding.core import walk
-from duodecoding.drafters.growth import BestFirst
 from duodecoding.llm import LLM, LoadTarget
 from duodecoding.sampling import Choice, gumbel
-from duodecoding.trace import Did, Lane, Timeline
+from duodecoding.trace import Timeline
 from duodecoding.tree import ROOT, PassNode
 from duodecoding.types import EngineConfig, Mode, SamplingParams
-from duodecoding.wire import GrowBestFirst
 
 Progress = Callable[[str, float], None]  # what is being done, share done
-SETTLE_SECONDS = 1.0  # for a worker to come to rest
 BARRED = -1e4  # a bias that keeps a token out
 SWEPT = (64, 600, 1200)  # tokens of context
+PROMPTS = (60, 120, 250, 380, 500, 760, 1000, 1500, 2000)  # tokens
 
 
 class Engine:
@@ -42,69 +39,36 @@ class Engine:
         self.abort, self.close = llm.abort, llm.close
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> Said:
-        forget(self.llm)
-        start = time.perf_counter()
-        stream = self.llm.stream(prompt, params)
-        result = stream.run()
-        seconds = time.perf_counter() - start
-        stats, timeline = result.stats, stream.timeline
-        self.timeline = timeline
-        commits, steps = timeline.of(Lane.TARGET, Did.COMMIT), timeline.of(Lane.DRAFT, Did.STEP)
-        gained = [commit.args["gained"] for commit in commits]
-        in_turn = [step for step in steps if commits and step.begin >= commits[0].begin and self.llm.drafters.remote is None]
-        return {
-            "tokens": result.token_ids,
-            "finish": result.finish_reason,
-            "seconds": seconds,
-            "ttft_seconds": stats.ttft_seconds,
-            "reused_tokens": stats.reused_tokens,
-            "first_tokens": gained[0] if gained else 0,
-            "rounds": stats.rounds,
-            "drafted": stats.drafted,
-            "verified": stats.verified,
-            "accepted": accepted_by_depth(result.tokens, gained),
-            "target_seconds": stats.target_busy_seconds,
-            "draft_seconds": stats.draft_busy_seconds,
-            "pass_seconds": sum(event.seconds for event in timeline.of(Lane.TARGET, Did.PASS)),
-            "wait_seconds": stats.wait_seconds,
-            "turn_seconds": sum(step.seconds for step in in_turn),
-            "step_seconds": sum(step.seconds for step in steps),
-            "hidden_seconds": hidden_seconds(timeline),
-            "speculation": result.speculation,
-            "draft_faults": stats.draft_faults,
-        }
+        return answer_in_turns([self], [prompt], params)[0]
 
 
-def forget(llm: LLM) -> None:
-    """Empty the caches of target and draft: the next answer reads all of its prompt. A worker is at rest afterwards, and so are the
-    threads of whoever answered before."""
-    nothing, params, drafters = [min(llm.vocabulary.end_tokens, default=0)], SamplingParams(), llm.drafters
-    llm.target.open(nothing, params)
-    if drafters.model is not None:
-        drafters.model.open(nothing, params, BestFirst(1))
-    worker = drafters.remote
-    if worker is not None:
-        worker.open(nothing, params, GrowBestFirst(1, None, 1, 0.0), grow=False)
-        end = time.monotonic() + SETTLE_SECONDS
-        while worker.alive and not worker.done_at(0) and (left := end - time.monotonic()) > 0:
-            worker.poll(left)  # of two openings at once it would heed the second only, and keep what it has read
-    if llm.config.gpu_layers != 0:
-        time.sleep(backends.BESIDE_GPU)
+def answer_in_turns(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Said]:
+    """One answer of each, cold. Several take turns, by a round, whoever has said least: a machine whose speed wanders is then as
+    fast for one as for another. Each needs a target of its own, and nobody may work while another one speaks."""
+    for engine in engines:
+        forget(engine.llm)
+    speakers = [Speaker(engine.llm, prompt, params) for engine, prompt in zip(engines, prompts, strict=True)]
+    while going := [speaker for speaker in speakers if speaker.stream.running]:
+        min(going, key=lambda speaker: speaker.tokens).go_on()
+    for engine, speaker in zip(engines, speakers, strict=True):
+        engine.timeline = speaker.timeline
+    return [speaker.said() for speaker in speakers]
 
 
 class SharedTarget:
     """Loads a target once for all engines that can share it."""
 
-    def __init__(self, load: LoadTarget | None = None) -> None:
-        self._load = load
-        self._known: dict[int, Target] = {}
+    def __init__(self, load: LoadTarget | None = None, apart: Collection[Mode] = ()) -> None:
+        """`apart`: modes that have a target of their own on a CPU."""
+        self._load, self._apart = load, apart
+        self._known: dict[tuple[int, bool], Target] = {}
 
     def __call__(self, path: Path, config: EngineConfig, progress: Progress) -> Target:
         on_cpu = self._load is None and config.gpu_layers == 0 and not backends.uses_torch(path, config)
-        threads = config.threads if on_cpu else 0  # beside a draft it may have fewer of them
-        if threads not in self._known:
-            self._known[threads] = (self._load or backends.load_target)(path, config, progress)
-        return self._known[threads]
+        key = (config.threads, config.mode in self._apart) if on_cpu else (0, False)  # beside a draft it may have fewer threads
+        if key not in self._known:
+            self._known[key] = (self._load or backends.load_target)(path, config, progress)
+        return self._known[key]
 
 
 def configured(config: EngineConfig, mode: Mode, settings: Mapping[str, int] | None = None) -> EngineConfig:
@@ -115,7 +79,11 @@ def configured(config: EngineConfig, mode: Mode, settings: Mapping[str, int] | N
 
 
 def sweep(target: Target, params: SamplingParams, sizes: Sequence[int]) -> None:
-    """Passes of all sizes at a few lengths: a GPU prepares something for each, which must not fall into a measurement."""
+    """Passes of all sizes at a few lengths, and prompts: a GPU prepares something for each, which must not be in a measurement."""
+    for number, length in enumerate(PROMPTS):
+        if length < target.context:  # each begins in its own way, so nothing of another one's is reused
+            conversation = target.open([2 + number, *(2 + i % 10 for i in range(1, length))], params)
+            target.verify([(conversation, ())])[0](ROOT)
     for context in SWEPT:
         if context + len(sizes) + max(sizes) < target.context:
             conversation = target.open([2 + i % 10 for i in range(context)], params)

@@ -32,6 +32,21 @@ def schedule(contenders: Sequence[Contender], questions: Sequence[Prompt], repea
                 yield contender, question
 
 
+def together(jobs: Sequence[tuple[Contender, Prompt]], some: Sequence[Contender]) -> list[tuple[list[Contender], Prompt]]:
+    """The same jobs, but `some` answer a question that all of them are asked at the same time: when the first of them is."""
+    asked: dict[Prompt, list[Contender]] = defaultdict(list)
+    for contender, question in jobs:
+        if contender in some:
+            asked[question].append(contender)
+    groups: list[tuple[list[Contender], Prompt]] = []
+    for contender, question in jobs:
+        if contender not in some or len(asked[question]) < len(some):
+            groups.append(([contender], question))
+        elif contender is asked[question][0]:
+            groups.append((asked[question], question))
+    return groups
+
+
 def spare_questions(measured: Sequence[Prompt]) -> list[Prompt]:
     """The package's own questions, from the end of each task; those that are measured come last."""
     taken = {question.turns for question in measured}

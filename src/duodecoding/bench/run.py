@@ -3,7 +3,8 @@
 What makes it fair: a question goes to all before the next, and who is first rotates, so that a busy moment of the machine hits
 everybody; every answer starts cold, in the target's memory and in the draft's; a repeat is a session of its own, because drafters
 learn from what they have said. All modes share one target (on a CPU with a draft model beside it: one for each number of
-threads). Each has a draft of its own: in this process where the two take turns, in a worker where they do not.
+threads). Each has a draft of its own: in this process where the two take turns, in a worker where they do not. Two modes that do
+not have a worker can answer in turns, a round each: then nothing that takes longer than a round sets them apart.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any
 
 from duodecoding import backends, measure, models
 from duodecoding.backends.base import Target, Vocabulary
-from duodecoding.bench.engines import Engine, SharedTarget, configured, gap, peak_memory, sweep
+from duodecoding.bench.engines import Engine, SharedTarget, answer_in_turns, configured, gap, peak_memory, sweep
 from duodecoding.bench.journal import Journal
 from duodecoding.bench.metrics import Answer, Difference, by_question, compare
-from duodecoding.bench.order import expected, first_of, schedule, spare_questions, time_left
-from duodecoding.bench.peers import PEERS, Contender, Ground
+from duodecoding.bench.order import expected, first_of, schedule, spare_questions, time_left, together
+from duodecoding.bench.peers import PEERS, Contender, Ground, Said
 from duodecoding.bench.simulate import chat_tokens, draft_name, setups
 from duodecoding.costs import Profile, from_record, to_record
 from duodecoding.errors import DuoError
@@ -56,6 +57,7 @@ class Plan:
     settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of modes, found elsewhere
     mode_per_task: Mapping[str, int] = field(default_factory=dict)  # questions of each task that some modes get, the others get all
     once: frozenset[str] = frozenset()  # modes that have one session, however many the others have
+    in_turns: bool = False  # off and duo answer in turns, a round each, if nobody drafts beside them
 
     def per_task(self, mode: Mode) -> int:
         """Questions of each task that a mode gets; 0: all."""
@@ -75,15 +77,15 @@ class Run:
         """`load`: where the target comes from instead of its file. `deadline`: nothing begins after it (monotonic clock)."""
         self.plan, self.journal, self._progress, self._deadline = plan, journal, progress, deadline
         self.target_file, self.draft_file = files(plan.config)
-        self._load = SharedTarget(load)
-        self._current: Contender | None = None
+        self._load = SharedTarget(load, apart=(Mode.DUO,) if plan.in_turns else ())
+        self._current: Sequence[Contender] = ()
         self._traces: list[tuple[float, Timeline]] = []  # of duo: tokens per round, what happened
         self.stopped = False
 
     def stop(self) -> None:
         self.stopped = True
-        if self._current is not None:
-            self._current.abort()
+        for contender in self._current:
+            contender.abort()
 
     @property
     def over(self) -> bool:
@@ -144,7 +146,7 @@ class Run:
     def _warm(self, contender: Contender, vocabulary: Vocabulary) -> None:
         question = spare_questions(self.plan.questions)[0]
         self._ask(
-            contender, replace(question, turns=question.turns[:1]), replace(self.plan.params, max_tokens=WARM_TOKENS), vocabulary
+            [contender], replace(question, turns=question.turns[:1]), replace(self.plan.params, max_tokens=WARM_TOKENS), vocabulary
         )
 
     def _use_costs(self, engines: Mapping[Mode, Engine]) -> Profile | None:
@@ -189,7 +191,7 @@ class Run:
         for done, question in enumerate(questions):
             for name, engine in tried.items():
                 self._progress(f"the best settings of {mode}: {name}", done / len(questions))
-                said[name] += (None if self.over else self._ask(engine, question, params, base.vocabulary)) or []
+                said[name] += (None if self.over else self._ask([engine], question, params, base.vocabulary)) or []
         speeds = {name: sum(by_question(found).values()) / len(questions) for name, found in said.items() if found}
         if self.over or not speeds:
             return Engine(base, self.plan.per_task(mode))
@@ -232,44 +234,52 @@ class Run:
         left = {c.name: set(self._left(c.name, c.per_task, repeat)) for c in contenders}
         jobs = [(c, q) for c, q in schedule(contenders, self.plan.questions, repeat) if q in left[c.name]]
         spent: dict[str, list[float]] = defaultdict(list)
-        for done, (contender, question) in enumerate(jobs):
+        groups = together(jobs, self._in_turns(contenders))
+        for done, (some, question) in enumerate(groups):
             if self.over:
                 return
-            if not isinstance(contender, Engine) and contender.name not in self._peers():
+            if not isinstance(some[0], Engine) and some[0].name not in self._peers():
                 continue  # it has failed meanwhile
-            rest = time_left(expected(spent, [c.name for c, _ in jobs[done:]]))
-            self._progress(f"{contender.name}: {question.task}{rest}", done / len(jobs))
+            rest = time_left(expected(spent, [_names(who) for who, _ in groups[done:]]))
+            self._progress(f"{_names(some)}: {question.task}{rest}", done / len(groups))
             start = time.monotonic()
             try:
-                self.journal.add(self._ask(contender, question, self.plan.params, vocabulary, repeat))
+                self.journal.add(self._ask(some, question, self.plan.params, vocabulary, repeat))
             except Exception as error:
-                if isinstance(contender, Engine):
+                if isinstance(some[0], Engine):
                     raise
-                self._skip(contender.name, error)
-            spent[contender.name].append(time.monotonic() - start)
-            if contender.name == Mode.DUO:
-                self._keep_trace(contender)
+                self._skip(some[0].name, error)
+            spent[_names(some)].append(time.monotonic() - start)
+            for contender in some:
+                if contender.name == Mode.DUO:
+                    self._keep_trace(contender)
+
+    def _in_turns(self, contenders: Sequence[Contender]) -> list[Contender]:
+        """Those that answer in turns; none, if one of them drafts beside its target or has not got one of its own."""
+        some = [c for c in contenders if isinstance(c, Engine) and c.name in (Mode.OFF, Mode.DUO) and c.llm.drafters.remote is None]
+        apart = len({id(engine.llm.target) for engine in some}) == len(some) == 2
+        return list(some) if self.plan.in_turns and apart else []
 
     def _ask(
-        self, contender: Contender, question: Prompt, params: SamplingParams, vocabulary: Vocabulary, repeat: int = 0
+        self, contenders: Sequence[Contender], question: Prompt, params: SamplingParams, vocabulary: Vocabulary, repeat: int = 0
     ) -> list[Answer]:
         """All turns of a question, each with the answers before it; empty: it was stopped."""
         said: list[Answer] = []
-        texts: list[str] = []
-        self._current = contender
+        texts: list[list[str]] = [[] for _ in contenders]
+        self._current = contenders
         for turn, text in enumerate(question.turns):
-            texts.append(text)
-            prompt = chat_tokens(vocabulary, *texts)
-            found = contender.answer(prompt, params) if not self.stopped else {}
+            prompts = [chat_tokens(vocabulary, *before, text) for before in texts]
+            found = answers(contenders, prompts, params) if not self.stopped else []
             if self.stopped:
                 return []
-            said.append(Answer(contender.name, question.task, question.id, turn, repeat, len(prompt), **found))
-            texts.append(text_of(vocabulary, found["tokens"]))
+            for contender, prompt, before, answer in zip(contenders, prompts, texts, found, strict=True):
+                said.append(Answer(contender.name, question.task, question.id, turn, repeat, len(prompt), **answer))
+                before += [text, text_of(vocabulary, answer["tokens"])]
         return said
 
     def _keep_trace(self, contender: Contender) -> None:
-        if isinstance(contender, Engine) and self.journal.answers:
-            last = self.journal.answers[-1]
+        last = next((answer for answer in reversed(self.journal.answers) if answer.who == contender.name), None)
+        if isinstance(contender, Engine) and last is not None:
             self._traces.append((len(last.tokens) / max(1, last.rounds), contender.timeline))
 
     @property
@@ -299,6 +309,17 @@ class Run:
         prefix = chat_tokens(plain.vocabulary, *texts) + said[turn][: difference.at]
         value, best = gap(plain.target, prefix, self.plan.params)
         return replace(difference, gap=value, two_best={difference.expected, difference.found} == set(best))
+
+
+def answers(contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Said]:
+    """One of each. Several are engines that can answer in turns."""
+    if len(contenders) == 1:
+        return [contenders[0].answer(prompts[0], params)]
+    return answer_in_turns([c for c in contenders if isinstance(c, Engine)], prompts, params)
+
+
+def _names(contenders: Sequence[Contender]) -> str:
+    return " and ".join(contender.name for contender in contenders)
 
 
 def files(config: EngineConfig) -> tuple[Path, Path | None]:
@@ -331,6 +352,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "peers": list(plan.peers),
         "peer_per_task": plan.peer_per_task,
         **({"mode_per_task": dict(plan.mode_per_task)} if plan.mode_per_task else {}),
+        **({"in_turns": True} if plan.in_turns else {}),
         "questions": [f"{question.task} {question.id}" for question in plan.questions],
         "sampling": asdict(plan.params),
         "repeats": plan.repeats,

@@ -136,7 +136,7 @@ def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig,
     brief = [str(mode) for mode in (Mode.CHAIN, Mode.SERIAL, Mode.LOCKSTEP)] if options.quick else []
     return Plan(
         config, questions, params, modes, rivals, options.repeat, tune, options.peer_per_task,
-        mode_per_task=dict.fromkeys(brief, 1), once=frozenset(brief),
+        mode_per_task=dict.fromkeys(brief, 1), once=frozenset(brief), in_turns=options.quick,
     )  # fmt: skip
 
 
