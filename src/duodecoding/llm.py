@@ -139,6 +139,12 @@ class LLM:
         other._pace = self._pace
         return other
 
+    def on(self, target: Target) -> Self:
+        """The same drafters, settings and what is known of costs, with another target, which is the same model."""
+        other = type(self).of(target, self._drafters, self.config)
+        other._pace = self._pace
+        return other
+
     def use_costs(self, costs: Profile) -> None:
         """Plan with these; every round refines a copy of them."""
         self._pace = Pace(from_record(to_record(costs), where=costs.name))

@@ -9,7 +9,7 @@ from duodecoding import backends
 from duodecoding.bench.metrics import accepted_by_depth, hidden_seconds
 from duodecoding.bench.peers import Said
 from duodecoding.drafters.growth import BestFirst
-from duodecoding.llm import LLM
+from duodecoding.llm import LLM, Stream
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.types import SamplingParams
 from duodecoding.wire import GrowBestFirst
@@ -21,27 +21,29 @@ class Speaker:
     """An answer under way that goes on by a round when it is asked to."""
 
     def __init__(self, llm: LLM, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._llm, self.tokens = llm, 0
+        self._llm, self._prompt, self._params = llm, prompt, params
+        self._stream: Stream | None = None  # before its first round, which is no sooner than it is asked for
         self._silences: list[tuple[float, float]] = []
-        start = time.perf_counter()
-        self.stream = llm.stream(prompt, params)
-        self._rounds = self.stream.rounds()
-        self._stopped = time.perf_counter()
-        self._seconds = self._stopped - start
+        self._stopped = self._seconds = 0.0
+        self.tokens, self.running = 0, True
 
     def go_on(self) -> None:
         start = time.perf_counter()
-        self._silences.append((self._stopped, start))
-        self.tokens += len(next(self._rounds, ()))
-        self._stopped = time.perf_counter()
+        if self._stream is None:
+            self._stream = self._llm.stream(self._prompt, self._params)
+        else:
+            self._silences.append((self._stopped, start))
+        self.tokens += len(next(self._stream.rounds(), ()))
+        self.running, self._stopped = self._stream.running, time.perf_counter()
         self._seconds += self._stopped - start
 
     @property
     def timeline(self) -> Timeline:
-        return self.stream.timeline.without(self._silences)
+        return self._stream.timeline.without(self._silences) if self._stream is not None else Timeline()
 
     def said(self) -> Said:
-        result, timeline = self.stream.result, self.timeline
+        assert self._stream is not None
+        result, timeline = self._stream.result, self.timeline
         stats, alone = result.stats, self._llm.drafters.remote is None
         commits, steps = timeline.of(Lane.TARGET, Did.COMMIT), timeline.of(Lane.DRAFT, Did.STEP)
         gained = [commit.args["gained"] for commit in commits]

@@ -48,11 +48,17 @@ def answer_in_turns(engines: Sequence[Engine], prompts: Sequence[Sequence[int]],
     for engine in engines:
         forget(engine.llm)
     speakers = [Speaker(engine.llm, prompt, params) for engine, prompt in zip(engines, prompts, strict=True)]
-    while going := [speaker for speaker in speakers if speaker.stream.running]:
+    while going := [speaker for speaker in speakers if speaker.running]:
         min(going, key=lambda speaker: speaker.tokens).go_on()
     for engine, speaker in zip(engines, speakers, strict=True):
         engine.timeline = speaker.timeline
     return [speaker.said() for speaker in speakers]
+
+
+def crossed(engines: Sequence[Engine]) -> list[Engine]:
+    """The same two, each on the other's target, the other way round. One place in memory may be faster than another."""
+    one, two = engines
+    return [Engine(two.llm.on(one.llm.target)), Engine(one.llm.on(two.llm.target))]
 
 
 class SharedTarget:
@@ -61,11 +67,12 @@ class SharedTarget:
     def __init__(self, load: LoadTarget | None = None, apart: Collection[Mode] = ()) -> None:
         """`apart`: modes that have a target of their own on a CPU."""
         self._load, self._apart = load, apart
-        self._known: dict[tuple[int, bool], Target] = {}
+        self._known: dict[tuple[int, Mode | None], Target] = {}
 
     def __call__(self, path: Path, config: EngineConfig, progress: Progress) -> Target:
         on_cpu = self._load is None and config.gpu_layers == 0 and not backends.uses_torch(path, config)
-        key = (config.threads, config.mode in self._apart) if on_cpu else (0, False)  # beside a draft it may have fewer threads
+        own = config.mode if config.mode in self._apart else None
+        key = (config.threads, own) if on_cpu else (0, None)  # beside a draft it may have fewer threads
         if key not in self._known:
             self._known[key] = (self._load or backends.load_target)(path, config, progress)
         return self._known[key]

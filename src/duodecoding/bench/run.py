@@ -20,7 +20,7 @@ from typing import Any
 
 from duodecoding import backends, measure, models
 from duodecoding.backends.base import Target, Vocabulary
-from duodecoding.bench.engines import Engine, SharedTarget, answer_in_turns, configured, gap, peak_memory, sweep
+from duodecoding.bench.engines import Engine, SharedTarget, answer_in_turns, configured, crossed, gap, peak_memory, sweep
 from duodecoding.bench.journal import Journal
 from duodecoding.bench.metrics import Answer, Difference, by_question, compare
 from duodecoding.bench.order import expected, first_of, schedule, spare_questions, time_left, together
@@ -36,6 +36,7 @@ from duodecoding.types import FREE_DRAFTS, EngineConfig, Mode, SamplingParams
 Progress = Callable[[str, float], None]  # what is being done, share done
 
 TUNED = (Mode.CHAIN, Mode.SERIAL)  # whose settings are searched
+IN_TURNS = (Mode.OFF, Mode.DUO)
 TUNE_TOKENS, WARM_TOKENS = 64, 24
 READY_SECONDS = 120.0
 NO_MODEL = (*FREE_DRAFTS, "none")  # drafts that are no model
@@ -77,7 +78,7 @@ class Run:
         """`load`: where the target comes from instead of its file. `deadline`: nothing begins after it (monotonic clock)."""
         self.plan, self.journal, self._progress, self._deadline = plan, journal, progress, deadline
         self.target_file, self.draft_file = files(plan.config)
-        self._load = SharedTarget(load, apart=(Mode.DUO,) if plan.in_turns else ())
+        self._load = SharedTarget(load, apart=IN_TURNS if plan.in_turns else ())
         self._current: Sequence[Contender] = ()
         self._traces: list[tuple[float, Timeline]] = []  # of duo: tokens per round, what happened
         self.stopped = False
@@ -234,8 +235,12 @@ class Run:
         left = {c.name: set(self._left(c.name, c.per_task, repeat)) for c in contenders}
         jobs = [(c, q) for c, q in schedule(contenders, self.plan.questions, repeat) if q in left[c.name]]
         spent: dict[str, list[float]] = defaultdict(list)
-        groups = together(jobs, self._in_turns(contenders))
-        for done, (some, question) in enumerate(groups):
+        in_turns = self._in_turns(contenders)
+        other_way = crossed(in_turns) if in_turns else []
+        groups = together(jobs, in_turns)
+        for done, (asked, question) in enumerate(groups):
+            across = len(asked) > 1 and (self.plan.questions.index(question) + repeat) % 2
+            some: Sequence[Contender] = other_way if across else in_turns if len(asked) > 1 else asked
             if self.over:
                 return
             if not isinstance(some[0], Engine) and some[0].name not in self._peers():
@@ -254,11 +259,11 @@ class Run:
                 if contender.name == Mode.DUO:
                     self._keep_trace(contender)
 
-    def _in_turns(self, contenders: Sequence[Contender]) -> list[Contender]:
+    def _in_turns(self, contenders: Sequence[Contender]) -> list[Engine]:
         """Those that answer in turns; none, if one of them drafts beside its target or has not got one of its own."""
-        some = [c for c in contenders if isinstance(c, Engine) and c.name in (Mode.OFF, Mode.DUO) and c.llm.drafters.remote is None]
+        some = [c for c in contenders if isinstance(c, Engine) and c.name in IN_TURNS and c.llm.drafters.remote is None]
         apart = len({id(engine.llm.target) for engine in some}) == len(some) == 2
-        return list(some) if self.plan.in_turns and apart else []
+        return some if self.plan.in_turns and apart else []
 
     def _ask(
         self, contenders: Sequence[Contender], question: Prompt, params: SamplingParams, vocabulary: Vocabulary, repeat: int = 0
