@@ -1,6 +1,6 @@
 """Matrix products of the rig's shapes on a GPU: what tiles, splits and loads under way cost for few and for many rows.
 
-    python benchmarks/h200_products.py
+    python benchmarks/h200_products.py [--only 7b]
 
 `linear_plan` and `_stages` of `torch_kernels` are rules read off this table. Times are of products alone, weights out of any
 cache. Every variant's first row is compared with the same row alone, bit for bit, where both split the sum alike.
@@ -26,7 +26,7 @@ from h200_verify import DEVICE, gpu_ms, machine
 from duodecoding.backends import torch_kernels
 
 ROWS = ((1, 16), (16, 16), (32, 16), (32, 64), (48, 64), (64, 64))  # rows, rows of a program
-TILES = ((64, 128), (128, 64))  # columns, inner steps
+TILES = ((64, 128), (128, 64), (128, 128), (256, 64))  # columns, inner steps
 STAGES = (3, 4, 5, 6)
 ROOM = 227_000  # bytes of shared memory
 VOCABULARY = 49_152
@@ -36,9 +36,11 @@ COLD = 400_000_000  # bytes of weights, more than a cache holds
 Plan = tuple[int, int, int, int]  # columns, inner steps, splits, stages
 
 
-def matrices() -> dict[str, tuple[int, int]]:
+def matrices(only: str) -> dict[str, tuple[int, int]]:
     found = {}
     for name, shape in rig.SHAPES.items():
+        if only not in ("", name):
+            continue
         found |= {
             f"{name} q, k, v": ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden),
             f"{name} o": (shape.hidden, shape.heads * shape.head_dim),
@@ -73,17 +75,18 @@ def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: int) -> tor
     even = n % columns == 0 and per_split * splits == k
     grid = (-(-rows // tile), -(-n // columns), splits)
     sizes: dict[str, Any] = {"M": tile, "N": columns, "K": inner, "EVEN": even, "num_warps": 4, "num_stages": stages}
+    sizes |= {"EARLY": False, "FETCHED": 0}
     torch_kernels._linear[grid](x, weight, out, rows, n, k, per_split, **sizes)
     return out
 
 
-def variants() -> Iterator[tuple[str, int, int, Plan]]:
-    return ((name, n, k, plan) for name, (n, k) in matrices().items() for plan in plans(n, k))
+def variants(only: str) -> Iterator[tuple[str, int, int, Plan]]:
+    return ((name, n, k, plan) for name, (n, k) in matrices(only).items() for plan in plans(n, k))
 
 
-def compile_some(part: int) -> None:
+def compile_some(only: str, part: int) -> None:
     """Triton keeps what it compiled on disk, so many processes can do it for one."""
-    for _, n, k, plan in itertools.islice(variants(), part, None, COMPILERS):
+    for _, n, k, plan in itertools.islice(variants(only), part, None, COMPILERS):
         weight = torch.zeros(n, k, device=DEVICE, dtype=torch.bfloat16)
         for rows, tile in ROWS:
             product(torch.zeros(rows, k, device=DEVICE, dtype=torch.bfloat16), weight, plan, tile)
@@ -116,20 +119,23 @@ def measure(n: int, k: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = common.arguments(__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", choices=("", *rig.SHAPES), help="the matrices of one shape")
     parser.add_argument("--part", type=int, help="only compile the variants of this part")
     options = parser.parse_args()
     if options.part is not None:
-        compile_some(options.part)
+        compile_some(options.only, options.part)
         return
-    running = [subprocess.Popen([sys.executable, __file__, f"--part={part}"]) for part in range(COMPILERS)]
+    running = [
+        subprocess.Popen([sys.executable, __file__, f"--part={part}", f"--only={options.only}"]) for part in range(COMPILERS)
+    ]
     for process in running:
         process.wait()
     results: dict[str, Any] = {"gpu": machine(), "rows_and_tile": ROWS, "matrices": {}}
-    for name, (n, k) in matrices().items():
+    for name, (n, k) in matrices(options.only).items():
         results["matrices"][name] = found = {"n": n, "k": k, "plan": torch_kernels.linear_plan(n, k)} | measure(n, k)
         print(name, json.dumps({key: value for key, value in found.items() if key != "times_us"}), flush=True)
     settings = {"rows": "of a pass and of a program", "plan": "columns, inner steps, splits, stages", "times": "us"}
-    print(common.write("h200_products", settings, results))
+    print(common.write("_".join(filter(None, ("h200_products", options.only))), settings, results))
 
 
 if __name__ == "__main__":
