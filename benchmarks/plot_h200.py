@@ -66,10 +66,12 @@ def plot(records: dict[str, dict[str, Any]], path: Path) -> None:
         results = record["results"]
         measured = curves(results, "ms")
         for context, curve in measured.items():
-            colour = COLOURS.get(context, FAINT)
-            ax.plot(
-                list(curve.points), [1e3 * s for s in curve.points.values()], "o-", color=colour, markersize=4, label=f"{context:,}"
-            )
+            colour, rows = COLOURS.get(context, FAINT), list(curve.points)
+            old = [n for n in rows if f"{n}@{context}" not in results["verify"]]
+            line = "--" if len(old) == len(rows) else "-"
+            times = [1e3 * s for s in curve.points.values()]
+            ax.plot(rows, times, "o", linestyle=line, color=colour, markersize=4, label=f"{context:,}")
+            ax.plot(old, [times[rows.index(n)] for n in old], "o", color=colour, markersize=4, markerfacecolor="white")
         ax.axhline(results["floor_ms"], linestyle="--", color=DRAFT, linewidth=1.2)
         ax.annotate(
             f"floor {results['floor_ms']:.2f}",
@@ -80,7 +82,9 @@ def plot(records: dict[str, dict[str, Any]], path: Path) -> None:
             color=DRAFT,
         )
         _label(ax, f"{SHAPES[shape]}: one pass", "rows: the root and its guesses")
-        ax.legend(title="context", frameon=False, fontsize=8, title_fontsize=8, loc="upper left", labelcolor=INK)
+        ax.legend(
+            title="context (hollow: an earlier run)", frameon=False, fontsize=8, title_fontsize=8, loc="upper left", labelcolor=INK
+        )
         ax.set_xticks(list(next(iter(measured.values())).points))
         ax.set_ylim(0, 1.3e3 * max(max(curve.points.values()) for curve in measured.values()))
     _bars(axes[-1], records)
