@@ -32,6 +32,7 @@ OWN_WORK = {1: 1e-4, 8: 3e-4, 64: 8e-4}  # seconds between two passes, by tokens
 LISTEN = 0.98  # of a pass, less the time that a message takes; then only its end is waited for
 MESSAGE = 0.0003  # seconds
 GLANCE = 0.0002  # seconds between two looks whether a pass has ended
+AWAKE = 0.001  # seconds before a pass ends, in which we do not sleep: who wakes up is slow
 REHEARSAL = 0.0002  # seconds that a pass must last for the choice of the next one to be rehearsed
 BARRIER_SLACK = 4.0  # lockstep: of the target's pass, and at least:
 BARRIER_LEAST = 0.25  # seconds
@@ -375,7 +376,7 @@ class Overlap:
         expected = self._pace.costs.verify_cost(1 + len(work.nodes), self._core.tree.position)
         end = self._meter.pass_began + max(LISTEN * expected - MESSAGE, expected / 2)
         while (left := end - time.perf_counter()) > 0 and not self._target.done():
-            if self._take(min(left, GLANCE)):
+            if self._take(min(left, GLANCE) if left > AWAKE else 0.0):
                 recycle(self._core, self._free)
         if self._meter.pass_began + expected - time.perf_counter() > REHEARSAL and not self._target.done():
             self._core.step(self._outlook())  # for nothing: code that has not run for milliseconds takes several times as long
