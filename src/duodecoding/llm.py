@@ -135,13 +135,14 @@ class LLM:
 
     def with_settings(self, **changes: Any) -> Self:
         """The same models and what is known of their costs, under other settings."""
-        other = type(self).of(self._target, self._drafters, replace(self.config, **changes))
-        other._pace = self._pace
-        return other
+        return self._like(self._target, replace(self.config, **changes))
 
     def on(self, target: Target) -> Self:
         """The same drafters, settings and what is known of costs, with another target, which is the same model."""
-        other = type(self).of(target, self._drafters, self.config)
+        return self._like(target, self.config)
+
+    def _like(self, target: Target, config: EngineConfig) -> Self:
+        other = type(self).of(target, self._drafters, config)
         other._pace = self._pace
         return other
 

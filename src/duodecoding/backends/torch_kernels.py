@@ -74,7 +74,7 @@ def _linear(  # type: ignore[no-untyped-def]
     """out[split] = x[:, part] @ w[:, part].T. One program for N columns of one split."""
     column, split = tl.program_id(1), tl.program_id(2)
     if FETCHED > 0:  # weights are no kernel's result, so they need not wait for one
-        each: tl.constexpr = 128 // N  # addresses of a row: one for every thread
+        each: tl.constexpr = 128 // N if N < 128 else 1  # addresses of a row: one for every thread
         line = (column * N + tl.arange(0, N)).to(tl.int64)[:, None] * k + split * per_split
         _fetch(w + line + tl.arange(0, each)[None, :] * (FETCHED // each // 2), FETCHED // each)
     _begin(EARLY)
