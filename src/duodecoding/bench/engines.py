@@ -26,7 +26,7 @@ from duodecoding.types import EngineConfig, Mode, SamplingParams
 Progress = Callable[[str, float], None]  # what is being done, share done
 BARRED = -1e4  # a bias that keeps a token out
 SWEPT = (64, 600, 1200)  # tokens of context
-PROMPTS = (60, 120, 250, 380, 500, 760, 1000, 1500, 2000)  # tokens
+PROMPTS = (60, 120, 250, 380, 500, 760, 1000, 1500, 1900)  # tokens
 
 
 class Engine:
