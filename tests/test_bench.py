@@ -389,6 +389,12 @@ def test_two_modes_in_turns(pair, tmp_path):
         assert off["seconds"] + duo["seconds"] < whole
         assert off["rounds"] * 0.002 <= off["pass_seconds"] <= off["seconds"]
         assert line.end - line.begin <= off["seconds"], "it knows nothing of the other one's time"
+        passes.clear()
+        stopper = pytest.MonkeyPatch()
+        stopper.setattr(time, "sleep", lambda seconds: both[0].abort())  # in its first pass
+        assert len(engines.answer_in_turns(both, [prompt, prompt], PARAMS)) == 1
+        stopper.undo()
+        assert len(set(passes)) == 1, "nobody goes on once one was stopped"
         run = played(Plan(free, QUESTIONS, PARAMS, modes=[Mode.DUO, Mode.CHAIN], repeats=2, in_turns=True), tmp_path / "out")
     said = run.journal.answers
     assert Counter(a.who for a in said) == {"off": 12, "chain": 12, "duo": 12}

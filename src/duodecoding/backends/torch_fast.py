@@ -18,7 +18,6 @@ from duodecoding.backends.torch_slots import Slots
 KERNEL_ROWS = 128  # more rows are a prompt, which libraries read faster
 HEAD_SIZES = {16, 32, 64, 128, 256}
 MOST_GROUPS = 16  # query heads for a key head
-STEADY_ROPES = {"default", "linear", "llama3", "yarn"}
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read the same input, so one product serves them all
 
 
@@ -107,9 +106,10 @@ class Fast:
                     module.layer_idx = slots.layers[module.layer_idx]
             # Fused kernels differ with the number of rows, so what they round must not depend on what was fused.
             layer.compile(dynamic=False, fullgraph=True, options=options)
-        for rotary in _rotaries(model):  # a dozen small kernels otherwise
-            rotary.compile(dynamic=False, options=options)
-            self._layers.append(rotary)
+        for module in model.modules():
+            if type(module).__name__.endswith("RotaryEmbedding"):  # many small kernels otherwise
+                module.compile(dynamic=False, options=options)
+                self._layers.append(module)
         for module in self._layers:
             module.duo_compiled, module._compiled_call_impl = module._compiled_call_impl, None
 
@@ -122,12 +122,6 @@ class Fast:
         finally:
             for layer in self._layers:
                 layer._compiled_call_impl = None
-
-
-def _rotaries(model: nn.Module) -> list[Any]:
-    """Modules for rotary positions whose frequencies do not depend on the length of the text."""
-    named = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
-    return [module for module in named if getattr(module, "rope_type", "") in STEADY_ROPES]
 
 
 def _groups(model: Any, slots: Slots) -> int:

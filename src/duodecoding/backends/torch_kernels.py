@@ -229,7 +229,7 @@ def _partial(  # type: ignore[no-untyped-def]
             top, mass, acc = _empty(M, SIZE)
             for start in range(split * S, before, B):
                 slot = start + tl.arange(0, B)
-                t, m, a = _block(asked, keys, values, slot, slot, slot, slot_stride, scale, SIZE, True)
+                t, m, a = _block(asked, keys, values, slot, None, None, slot_stride, scale, SIZE, True)
                 top, mass, acc = _fold(top, mass, acc, t, m, a)
             at = (head * splits + split).to(tl.int64) * rows * GROUPS + pair
             _store(part, part_top, part_mass, at, real, top, mass, acc, SIZE)
@@ -326,7 +326,8 @@ def _device(device: torch.device) -> tuple[int, int]:
 
 def _early(device: torch.device) -> dict[str, Any]:
     """For the launch of a kernel that calls `_begin`."""
-    early = EARLY and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    early = EARLY and able
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 

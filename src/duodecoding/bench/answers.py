@@ -34,8 +34,14 @@ class Speaker:
         else:
             self._silences.append((self._stopped, start))
         self.tokens += len(next(self._stream.rounds(), ()))
+        if self._stream.cancelled:
+            self._stream.close()
         self.running, self._stopped = self._stream.running, time.perf_counter()
         self._seconds += self._stopped - start
+
+    @property
+    def cancelled(self) -> bool:
+        return self._stream is not None and self._stream.cancelled
 
     @property
     def timeline(self) -> Timeline:

@@ -44,15 +44,18 @@ class Engine:
 
 def answer_in_turns(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Said]:
     """One answer of each, cold. Several take turns, by a round, whoever has said least: a machine whose speed wanders is then as
-    fast for one as for another. Each needs a target of its own, and nobody may work while another one speaks."""
+    fast for one as for another. Each needs a target of its own, and nobody may work while another one speaks. If one is stopped
+    nobody goes on, and only those that have ended have said something."""
     for engine in engines:
         forget(engine.llm)
     speakers = [Speaker(engine.llm, prompt, params) for engine, prompt in zip(engines, prompts, strict=True)]
     while going := [speaker for speaker in speakers if speaker.running]:
         min(going, key=lambda speaker: speaker.tokens).go_on()
+        if any(speaker.cancelled for speaker in speakers):
+            break
     for engine, speaker in zip(engines, speakers, strict=True):
         engine.timeline = speaker.timeline
-    return [speaker.said() for speaker in speakers]
+    return [speaker.said() for speaker in speakers if not speaker.running]
 
 
 def crossed(engines: Sequence[Engine]) -> list[Engine]:

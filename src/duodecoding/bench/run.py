@@ -274,7 +274,7 @@ class Run:
         self._current = contenders
         for turn, text in enumerate(question.turns):
             prompts = [chat_tokens(vocabulary, *before, text) for before in texts]
-            found = answers(contenders, prompts, params) if not self.stopped else []
+            found = _answers(contenders, prompts, params) if not self.stopped else []
             if self.stopped:
                 return []
             for contender, prompt, before, answer in zip(contenders, prompts, texts, found, strict=True):
@@ -316,7 +316,7 @@ class Run:
         return replace(difference, gap=value, two_best={difference.expected, difference.found} == set(best))
 
 
-def answers(contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Said]:
+def _answers(contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Said]:
     """One of each. Several are engines that can answer in turns."""
     if len(contenders) == 1:
         return [contenders[0].answer(prompts[0], params)]
