@@ -75,7 +75,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, plan: Plan, tile: int) -> tor
     even = n % columns == 0 and per_split * splits == k
     grid = (-(-rows // tile), -(-n // columns), splits)
     sizes: dict[str, Any] = {"M": tile, "N": columns, "K": inner, "EVEN": even, "num_warps": 4, "num_stages": stages}
-    sizes |= {"EARLY": False, "FETCHED": 0}
+    sizes |= {"EARLY": False, "FETCHED": 0, "GATED": False}
     torch_kernels._linear[grid](x, weight, out, rows, n, k, per_split, **sizes)
     return out
 

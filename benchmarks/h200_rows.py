@@ -20,7 +20,7 @@ import common
 import rig
 from h200_verify import DEVICE, Numbers, machine
 
-from duodecoding.backends import torch_kernels
+from duodecoding.backends import torch_attention, torch_kernels
 from duodecoding.backends.torch import TorchTarget
 from duodecoding.backends.torch_fast import RowLinear
 from duodecoding.backends.torch_inputs import Inputs, Rows
@@ -51,11 +51,11 @@ def attentions(heads: int, kv_heads: int, size: int) -> dict[int, dict[int, int]
         q = torch.randn(heads, 64, size, device=DEVICE, dtype=torch.bfloat16)
         results = {}
         for n in (1, *COUNTS):
-            inputs = Inputs(n, DEVICE, torch_kernels.members(n, heads // kv_heads))
+            inputs = Inputs(n, DEVICE, torch_attention.members(n, heads // kv_heads))
             inputs.fill(Rows(first, [0] * n, [-1] + [0] * (n - 1)))
             inputs.send()
             shorter = 512 if first + n <= 512 else length
-            results[n] = torch_kernels.tree_attention(
+            results[n] = torch_attention.tree_attention(
                 q[:, :n], keys[:, :shorter], values[:, :shorter], inputs.table, size**-0.5, shorter
             )[0]
         found[first] = {n: int((results[n] != results[1]).sum()) for n in COUNTS}

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import common
 import rig
 
-from duodecoding.backends import torch_kernels
+from duodecoding.backends import torch_attention, torch_kernels
 from duodecoding.backends.torch import TorchTarget
 from duodecoding.backends.torch_graphs import peak
 from duodecoding.backends.torch_inputs import Inputs, Rows
@@ -193,24 +193,24 @@ def profile(target: TorchTarget, n: int, context: int) -> dict[str, list[float]]
     return {event.key[:60]: [event.count / 3, round(event.self_device_time_total / 3, 1)] for event in events}
 
 
-def check_attention(heads: int = 8, size: int = 128) -> dict[str, bool]:
+def check_attention(heads: int = 32, size: int = 128) -> dict[str, bool]:
     """The same of `tree_attention`: chains of rows, each beside the pass in which it is alone."""
     q = torch.randn(heads, 128, size, device=DEVICE, dtype=torch.bfloat16)
-    keys, values = torch.randn(2, heads, 2048, size, device=DEVICE, dtype=torch.bfloat16)
+    keys, values = torch.randn(2, heads, 4608, size, device=DEVICE, dtype=torch.bfloat16)
     found = {}
-    for first, length in ((0, 512), (333, 512), (333, 2048), (1700, 2048)):
+    for first, length in ((0, 512), (333, 512), (333, 2048), (1700, 2048), (2000, 4608), (2500, 4608)):
         equal = []
         for n in SIZES:
-            every = torch_kernels.tree_attention(q[:, :n], keys, values, _chain_table(first, n), 0.1, length)
+            every = torch_attention.tree_attention(q[:, :n], keys, values, _chain_table(first, n), 0.1, length)
             for i in (0, n // 2, n - 1):
-                alone = torch_kernels.tree_attention(q[:, i : i + 1], keys, values, _chain_table(first + i, 1), 0.1, length)
+                alone = torch_attention.tree_attention(q[:, i : i + 1], keys, values, _chain_table(first + i, 1), 0.1, length)
                 equal.append(torch.equal(alone[0], every[i]))
         found[f"attention_{first}_{length}"] = all(equal)
     return found
 
 
 def _chain_table(first: int, rows: int) -> torch.Tensor:
-    inputs = Inputs(rows, DEVICE, torch_kernels.members(rows, 1))
+    inputs = Inputs(rows, DEVICE, torch_attention.members(rows, 1))
     inputs.fill(Rows(first, [0] * rows, range(-1, rows - 1)))
     inputs.send()
     return inputs.table
@@ -227,6 +227,11 @@ def check_rows() -> dict[str, bool]:
         found[f"linear_{n}"] = all(torch.equal(torch_kernels.linear(x[:rows], w).sum(0), every[:rows]) for rows in SIZES)
     norm = torch_kernels.rms_norm(x, w[0], 1e-5)
     found["rms_norm"] = all(torch.equal(torch_kernels.rms_norm(x[:rows], w[0], 1e-5), norm[:rows]) for rows in SIZES)
+    w = torch.randn(22016, 4096, device=DEVICE, dtype=torch.bfloat16) / 64
+    gate, up = torch_kernels.linear(x, w, False)[0].chunk(2, -1)
+    every = torch_kernels.gated(x, w)
+    found["gated_right"] = (every.float() - (torch.nn.functional.silu(gate) * up).float()).abs().max().item() < 0.05
+    found["gated"] = all(torch.equal(torch_kernels.gated(x[:rows], w), every[:rows]) for rows in SIZES)
     return found
 
 

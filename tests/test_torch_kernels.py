@@ -23,12 +23,13 @@ pytestmark = [
 ATTENTION = """
     import random
     import torch
-    from duodecoding.backends import torch_kernels
+    from duodecoding.backends import torch_attention
     from duodecoding.backends.torch_inputs import Inputs, Rows
 
     CPU = torch.device("cpu")
     torch.manual_seed(0)
     chance = random.Random(0)
+    torch_attention.SPLITS = 1  # splits of 256 positions up to 1024, of 512 up to 4096
 
     def check(heads, kv_heads, size, rows, first, length):
         groups = heads // kv_heads
@@ -36,9 +37,9 @@ ATTENTION = """
         keys, values = torch.randn(2, kv_heads, length, size).to(torch.float16)
         parents = [-1, *(chance.randrange(max(-1, i - 6), i) for i in range(1, rows))]
         tree = Rows(first, [0] * rows, parents)
-        inputs = Inputs(rows, CPU, torch_kernels.members(rows, groups))
+        inputs = Inputs(rows, CPU, torch_attention.members(rows, groups))
         inputs.fill(tree)
-        found = torch_kernels.tree_attention(q, keys, values, inputs.table, size**-0.5, length).float()
+        found = torch_attention.tree_attention(q, keys, values, inputs.table, size**-0.5, length).float()
         for row in range(rows):
             slots = [*range(first), *(first + above for above in tree.path(row))]
             k, v = (x[:, slots].float().repeat_interleave(groups, 0) for x in (keys, values))
@@ -71,6 +72,10 @@ def interpret(script: str) -> None:
         (2, 2, 64, 24, 5, 64),  # a tree: parts of splits
         (5, 1, 32, 24, 250, 512),  # its paths cross the end of a split
         (2, 2, 32, 40, 600, 768),
+        (1, 1, 16, 40, 1020, 1536),  # and where splits become longer
+        (1, 1, 16, 40, 1500, 2048),
+        (1, 1, 16, 1, 1537, 2048),
+        (2, 2, 16, 3, 5118, 6144),
     ],
 )
 def test_attention_over_a_tree_is_attention_over_each_path(case: tuple[int, ...]) -> None:
@@ -89,11 +94,93 @@ PRODUCTS = """
     x, weight = torch.randn(5, 100).to(torch.float16), torch.rand(100).to(torch.float16)
     expected = x.float() * torch.rsqrt((x.float() ** 2).mean(-1, keepdim=True) + 1e-5) * weight.float()
     assert torch.allclose(torch_kernels.rms_norm(x, weight, 1e-5).float(), expected, atol=0.01)
+    for splits in (1, 3):
+        parts = torch.randn(splits, 5, 100)
+        both, found = torch_kernels.add_norm(parts, x, weight, 1e-5)
+        assert torch.equal(both, x + parts.sum(0).to(x.dtype)) and torch.equal(found, torch_kernels.rms_norm(both, weight, 1e-5))
+    for rows, n, k in ((1, 96, 200), (17, 64, 128), (70, 256, 256)):
+        x, weight = torch.randn(rows, k).to(torch.float16), (torch.randn(n, k) / k**0.5).to(torch.float16)
+        gate, up = torch_kernels.linear(x, weight, False)[0].chunk(2, -1)
+        assert torch.allclose(torch_kernels.gated(x, weight), torch.nn.functional.silu(gate) * up, atol=0.002), (rows, n, k)
 """
 
 
 def test_products_and_norms() -> None:
     interpret(PRODUCTS)
+
+
+FUSED = """
+    from contextlib import nullcontext
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from duodecoding.backends import torch_fast, torch_kernels
+    from duodecoding.backends.torch_fuse import fuse
+    from duodecoding.backends.torch_inputs import Rows
+    from duodecoding.backends.torch_runner import Runner
+    from duodecoding.backends.torch_slots import ATTENTION, attention
+
+    torch.manual_seed(0)
+
+    # A pass over a tree, with a cache: through the layers as they are and through the joined ones, compiled once for all layers.
+    AttentionInterface.register(ATTENTION, attention)
+    graphs = []
+
+    def no_compiler(graph, inputs, options):
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch._inductor.compile = no_compiler
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3)
+    torch_kernels.PLANS[64, 128] = 64, 64, 2  # columns, inner steps, splits
+    for splits in (1, 2):
+        torch_kernels.PLANS[64, 64] = 64, 64 // splits, splits
+        torch._dynamo.reset()
+        graphs.clear()
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).half().eval()
+        model.set_attn_implementation(ATTENTION)
+        runner = Runner(model, 60, 4)
+        runner._fast = torch_fast.Fast(model, runner.slots, compile=True, kernels=True)
+        runner._groups = runner._fast.groups
+        runner.read(range(20), 0)
+        start, results = runner.slots.save(64), []
+        for way in (nullcontext, runner._fast.compiled):
+            runner.slots.load(start)
+            with way():
+                logits = runner.decode(Rows(20, [5, 6, 7, 8], [-1, 0, 0, 1]))
+            results.append((logits, runner.slots.save(64)))
+        (plain, stored), (found, again) = results
+        assert torch.allclose(plain, found, atol=0.01) and torch.allclose(stored, again, atol=0.01)
+        assert not torch.equal(stored, start) and len(graphs) == 1 and "add_norm" in graphs[0] and "gated" in graphs[0]
+        assert "silu" not in graphs[0] and graphs[0].count("ops.duodecoding.linear") == 3 and "rms_norm" in graphs[0]
+
+    class Odd(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(64, 64, bias=kind == "bias"), nn.Linear(64, 64, bias=kind == "bias")
+            self.kind = kind
+
+        def forward(self, x):
+            gate, up = self.gate_proj(x), self.up_proj(x)
+            if self.kind == "bias":
+                return functional.silu(gate) * up
+            if self.kind == "twice":
+                return functional.silu(gate) * up + gate
+            return functional.silu(up) * gate if self.kind == "swapped" else functional.silu(gate) * up.flip(-1)
+
+    for kind in ("bias", "twice", "swapped", "flipped"):
+        odd = nn.Sequential(Odd(kind)).half().requires_grad_(False)
+        torch_fast._join(odd, True)
+        counts, x = [], torch.randn(1, 3, 64).half()
+        expected = odd(x)
+        odd.compile(backend=lambda graph, inputs: counts.append(fuse(graph)) or graph.forward, fullgraph=True, dynamic=False)
+        assert torch.allclose(odd(x), expected) and counts == [0], kind
+"""
+
+
+def test_what_is_joined_computes_the_same_and_only_what_is_known_is_joined() -> None:
+    interpret(FUSED)
 
 
 MOVES = """

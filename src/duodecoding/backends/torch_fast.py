@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from duodecoding.backends.torch_fuse import compile_fused
 from duodecoding.backends.torch_slots import Slots
 
 KERNEL_ROWS = 128  # more rows are a prompt, which libraries read faster
@@ -89,23 +91,24 @@ class Fast:
             _replace_norms(model)
         self._layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         if compile:
-            self._compile(model, slots)
+            self._compile(model, slots, kernels=kernels)
         else:
             self._layers = []
 
-    def _compile(self, model: nn.Module, slots: Slots) -> None:
+    def _compile(self, model: nn.Module, slots: Slots, *, kernels: bool) -> None:
         # One compilation serves all layers: none of them may carry a number of its own.
         torch._dynamo.config.recompile_limit = 512
         torch._dynamo.config.accumulated_recompile_limit = 4096
         options = {"emulate_precision_casts": True}
         if hasattr(torch._inductor.config.triton, "enable_pdl"):
             options["triton.enable_pdl"] = True  # as our kernels do: see `torch_kernels`
+        how: dict[str, Any] = {"backend": partial(compile_fused, options=options)} if kernels else {"options": options}
         for layer in self._layers:
             for module in layer.modules():
                 if isinstance(getattr(module, "layer_idx", None), int):
                     module.layer_idx = slots.layers[module.layer_idx]
             # Fused kernels differ with the number of rows, so what they round must not depend on what was fused.
-            layer.compile(dynamic=False, fullgraph=True, options=options)
+            layer.compile(dynamic=False, fullgraph=True, **how)
         for module in model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):  # many small kernels otherwise
                 module.compile(dynamic=False, options=options)

@@ -111,7 +111,7 @@ class Runner:
     def _members(self, rows: int) -> int:
         if not self._groups:
             return MEMBERS
-        from duodecoding.backends.torch_kernels import members
+        from duodecoding.backends.torch_attention import members
 
         return members(rows, self._groups)
 

@@ -165,7 +165,7 @@ def attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None and attention_mask.dtype == torch.int32:
-        from duodecoding.backends.torch_kernels import tree_attention
+        from duodecoding.backends.torch_attention import tree_attention
 
         return tree_attention(query[0], key[0], value[0], attention_mask[0, 0], scale, key.shape[2])[None], None
     if attention_mask is None and softcap is None:
