@@ -450,3 +450,27 @@ def test_what_is_never_of_use_is_looked_for_less_often() -> None:
     assert isinstance(work, Verify)
     core.verdict_arrived(work, Verdict((), (Choice(5, 0.0),)))
     assert core.looking, "a pass over guesses, right or wrong, and all is as in the beginning"
+
+
+def test_a_pass_that_runs_is_time_to_look_up_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = load_profile("h200-7b")
+    looked: list[int] = []
+    curve = type(costs).round_curve
+    monkeypatch.setattr(type(costs), "round_curve", lambda self, context: looked.append(context) or curve(self, context))
+    core = DuoCore([1, 2, 3], SamplingParams(max_tokens=99), EngineConfig(mode=Mode.DUO), context=512, costs=costs)
+    assert core.step() is BARE
+    assert not looked  # the first token does not wait for it
+    core.look_ahead()
+    assert looked
+    core.verdict_arrived(BARE, Verdict((), (Choice(4, 0.0),)))
+    for key in range(40):
+        core.look_ahead()
+        before = len(looked)
+        core.nodes_arrived([Proposal(key + 1, -core.tree.position, 5, 0.9, Source.MODEL)])
+        assert core.least_chance > 0
+        work = core.step()
+        assert isinstance(work, Verify)
+        assert work.nodes
+        core.verdict_arrived(work, Verdict((), (Choice(4, 0.0),)))
+        assert len(looked) == before, key
+    assert len(looked) > 2  # they are looked up again now and then

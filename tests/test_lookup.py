@@ -54,6 +54,18 @@ def test_the_match_is_the_longest_end_that_occurred_before(text: list[int]) -> N
             check_followers(automaton, so_far, so_far[end - length :])
 
 
+@settings(max_examples=300)
+@given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_tokens_that_were_not_read_are_looked_up_in_those_that_were(text: list[int], more: list[int]) -> None:
+    automaton, whole = SuffixAutomaton(text), text + more
+    state, length = automaton.match_with(more)
+    ends = {tuple(text[i:j]) for i in range(len(text)) for j in range(i, len(text) + 1)}
+    assert length == max((n for n in range(1, len(whole) + 1) if tuple(whole[-n:]) in ends), default=0)
+    followers = {token for _, _, token in automaton.followers(state)} if length else set()
+    assert followers == ({text[end] for end in places(text, whole[-length:])} if length else set())
+    assert list(automaton.tokens) == text
+
+
 def check_followers(automaton: SuffixAutomaton, text: list[int], word: list[int]) -> None:
     ends = places(text, word)
     found = automaton.followers(automaton.match[0])
@@ -178,6 +190,29 @@ def test_a_new_conversation_forgets_the_last_one() -> None:
     drafter = lookup(1, 2, 3, 1, 2)
     drafter.open([1, 2])
     assert drafter.guess() == []
+
+
+def test_in_haste_the_last_tokens_stay_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = lookup(*range(1, 9))
+    drafter.guess()
+    drafter.commit([1, 2])
+    read: list[list[int]] = []
+    monkeypatch.setattr(SuffixAutomaton, "extend", lambda _self, tokens: read.append(list(tokens)))
+    (chain,) = chains(drafter.guess(in_haste=True), 9)
+    assert chain[:8] == [3, 4, 5, 6, 7, 8, 1, 2]  # behind the end of what was read comes what was not
+    assert not read
+    drafter.read()
+    assert read == [[1, 2]]
+
+
+@pytest.mark.parametrize("unread", [[2, 9], [9, 9, 9], [*range(20, 20 + module.FEW), 1, 2]])
+def test_in_haste_what_nothing_follows_is_read(unread: list[int]) -> None:
+    """The first were never read, the second are followed only by themselves, the third are many."""
+    hasty, other = lookup(*range(1, 9)), lookup(*range(1, 9))
+    for drafter in (hasty, other):
+        drafter.guess()
+        drafter.commit(unread)
+    assert hasty.guess(in_haste=True) == other.guess()
 
 
 def test_the_next_turn_of_a_conversation_reads_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

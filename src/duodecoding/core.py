@@ -175,7 +175,7 @@ class DuoCore:
         """The guesses worth a place in the pass, best first, and how many of them should be right. One beyond the answer's last
         possible token is not worth it."""
         config = self._config
-        if not self.guessing:
+        if not self.guessing or not len(self.tree):  # the first token waits for no price
             return [], 0.0
         prices = self._prices() if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None else []
         if config.mode is Mode.CHAIN:
@@ -193,9 +193,16 @@ class DuoCore:
             return nodes[:count], sum(chances[:count])
         return nodes, 0.0
 
-    def _prices(self) -> list[float]:
-        """What rounds cost here, by tokens in a pass. Curves change little by little, so not looked up in every round."""
-        if not self._known_prices or self.rounds >= self._priced_until:
+    def look_ahead(self) -> None:
+        """While a pass runs: what the choice of the next one would have to look up."""
+        if self._costs is not None and self.guessing and self._config.mode in (Mode.SERIAL, Mode.DUO):
+            self._prices(ahead=1)
+            _ = self.least_chance
+
+    def _prices(self, ahead: int = 0) -> list[float]:
+        """What rounds cost here, by tokens in a pass. Curves change little by little, so not looked up in every round. `ahead`:
+        they are to hold for so many rounds more."""
+        if not self._known_prices or self.rounds + ahead >= self._priced_until:
             assert self._costs is not None
             most = 2 + self._config.max_nodes + 2 * self._config.draft_width
             self._known_prices = prices = list(map(self._costs.round_curve(self.tree.position), range(most)))
@@ -228,13 +235,14 @@ class DuoCore:
     def nodes_arrived(self, proposals: Iterable[Proposal]) -> None:
         """Guesses from any drafter, at any time."""
         covered: dict[int, float] = {}
-        add = self.tree.add
+        add, model, count = self.tree.add, Source.MODEL, 0
         for proposal in proposals:
             node = add(proposal)
-            self.drafted += 1
-            if node is not None and proposal.source is Source.MODEL and node.parent is not None:
+            count += 1
+            if proposal.source is model and node is not None and node.parent is not None:
                 node.parent.expanded = True
                 covered[proposal.parent] = covered.get(proposal.parent, 0.0) + proposal.p
+        self.drafted += count
         for share in covered.values():
             self._coverage += COVERAGE_RATE * (min(share, 1.0) - self._coverage)
 

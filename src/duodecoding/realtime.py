@@ -202,12 +202,13 @@ def take_turns(
         drafters.commit(untold)
 
 
-def guess_for_free(core: DuoCore, drafters: Drafters, visits: int = VISITS) -> None:
-    """After the tokens of a round are out, so that none waits for it: what can be guessed without a model."""
+def guess_for_free(core: DuoCore, drafters: Drafters, visits: int = VISITS, *, in_haste: bool = False) -> None:
+    """After the tokens of a round are out, so that none waits for it: what can be guessed without a model. `in_haste`: a GPU is
+    waiting."""
     if not core.looking:
         return
     if core.guessing and drafters.lookup is not None:
-        core.nodes_arrived(drafters.lookup.guess(core.least_chance, again=False))
+        core.nodes_arrived(drafters.lookup.guess(core.least_chance, again=False, in_haste=in_haste))
     recycle(core, drafters, visits)
 
 
@@ -317,6 +318,7 @@ class Overlap:
         self._ended = time.perf_counter()  # the last round
         self._waited_before = 0.0  # by the end of the last round
         self._untold: list[int] = []  # committed, not said to the worker yet
+        self._unlearned: list[int] = []  # the same, by whoever guesses from what was said before
         self._lesson: Lesson | None = None
         self._collects = target.overlaps and gc.isenabled()
 
@@ -345,6 +347,7 @@ class Overlap:
                 if self._target.overlaps and not self._meter.rounds:
                     start_drafting()
                 self._tell()
+                self._remember()
                 if gained:
                     yield gained
                 gained = self._round(work, choose, in_time=self._beside(work))
@@ -356,11 +359,14 @@ class Overlap:
                 gained, self._ended = [], self._ended + time.perf_counter() - start  # the reader's time is not the round's
             if isinstance(work, Wait):
                 self._tell()
+                self._remember()
                 self._wait(work.seconds)
                 recycle(self._core, self._free)
             else:
-                guess_for_free(self._core, self._free, FEW_VISITS if self._target.overlaps else VISITS)
+                hasty = self._target.overlaps
+                guess_for_free(self._core, self._free, FEW_VISITS if hasty else VISITS, in_haste=hasty)
         self._hurry(False)
+        self._remember()
         if gained:
             yield gained
         self._learn()
@@ -373,6 +379,7 @@ class Overlap:
             return True
         in_time = not self._target.done()
         self._learn()
+        self._core.look_ahead()
         expected = self._pace.costs.verify_cost(1 + len(work.nodes), self._core.tree.position)
         end = self._meter.pass_began + max(LISTEN * expected - MESSAGE, expected / 2)
         while (left := end - time.perf_counter()) > 0 and not self._target.done():
@@ -425,6 +432,7 @@ class Overlap:
         if dead:
             self._note_unfinished()
         self._untold += tokens
+        self._unlearned += tokens
         if self._free.lookup is not None:
             self._free.lookup.commit(tokens)
         at_once = dead or self._lockstep or not self._target.overlaps or not self._remote.growing
@@ -434,12 +442,19 @@ class Overlap:
         self._take()
 
     def _tell(self, *, interrupt: bool = False) -> None:
-        """What was committed, to the worker and to whoever learns from it."""
+        """What was committed, to the worker."""
         tokens, self._untold = self._untold, []
         if tokens:
             self._remote.commit(tokens, grow=self._core.drafting and self._core.finish_reason is None, interrupt=interrupt)
-            if self._free.recycling is not None:
-                self._free.recycling.commit(tokens)
+
+    def _remember(self) -> None:
+        """What was committed, for the next time that it could follow. That has time until a pass runs; the first time it is the
+        prompt."""
+        tokens, self._unlearned = self._unlearned, []
+        if tokens and self._free.recycling is not None:
+            self._free.recycling.commit(tokens)
+        if self._free.lookup is not None and self._target.overlaps:
+            self._free.lookup.read()
 
     def _take(self, timeout: float = 0.0) -> bool:
         """Guesses that came, into the tree. False: the worker said nothing."""

@@ -11,12 +11,15 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import log
 from operator import attrgetter
 from typing import NamedTuple
 
 from duodecoding.types import Source
 
 ROOT = -1
+LEAST = 1e-9  # probability of a guess
+LEAST_LOG = math.log(LEAST)
 SURER = 0.03  # a second opinion counts if it is that much higher (logarithm of a probability): all below the node has to be told
 _likelihood = attrgetter("logp")
 
@@ -46,8 +49,8 @@ class Node:
     logp: float  # of the path from the root that was current when the node came
     position: int  # index of the token in the context
     source: Source
-    expanded: bool = False
-    children: dict[int, Node] = field(default_factory=dict)
+    expanded: bool = field(default=False, init=False)  # it is made quicker so
+    children: dict[int, Node] = field(default_factory=dict, init=False)
 
     def path(self, root: Node) -> list[int]:
         """Tokens from just below `root` down to this node."""
@@ -109,12 +112,13 @@ class TokenTree:
         if parent is None:
             return None
         node = parent.children.get(token)
-        logp = parent.logp + math.log(max(p, 1e-9))
+        logp = parent.logp + (log(p) if p > LEAST else LEAST_LOG)
         if node is None:
             node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source)
             self._nodes.append(node)
             self._live[key] = node
-            self._push(node)
+            if self._open is not None:
+                self._push(node)
             return node
         if logp > node.logp + SURER:
             self._raise(node, logp)

@@ -34,6 +34,17 @@ class SuffixAutomaton:
         state = self._link[self._whole]
         return (state, self._length[state]) if state > START else (START, 0)
 
+    def match_with(self, tokens: Iterable[int]) -> tuple[int, int]:
+        """The same if these tokens came next, without reading them: the longest end of all that occurs in the text as it is."""
+        link, length = self._link, self._length
+        state, long = self.match
+        for token in tokens:
+            while (after := self._step(state, token)) < 0 and state > START:
+                state = link[state]
+                long = length[state]
+            state, long = (after, long + 1) if after >= 0 else (START, 0)
+        return state, long
+
     def followers(self, state: int) -> list[Follower]:
         """What came after the words of a state, the most frequent first, of equals the latest."""
         count, latest = self._count, self._latest
@@ -80,8 +91,9 @@ class SuffixAutomaton:
         return after if self._length[at] + 1 == self._length[after] else self._split(at, token, after)
 
     def _step(self, state: int, token: int) -> int:
-        """The state of a word with one token more; -1: it never occurred. Not for the state of the whole text."""
-        if self.tokens[self._first[state] + 1] == token:
+        """The state of a word with one token more; -1: it never occurred."""
+        place = self._first[state] + 1
+        if place < len(self.tokens) and self.tokens[place] == token:
             return self._after[state]
         others = self._others.get(state)
         return -1 if others is None else others.get(token, -1)

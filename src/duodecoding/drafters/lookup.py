@@ -20,6 +20,7 @@ ONLY = (0.3, 0.6, 0.7, 0.78, 0.82, 0.84, 0.86, 0.92)  # nothing else ever follow
 MOSTLY = (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)  # more often than all else together
 SOMETIMES = (0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.4, 0.4)
 LENGTHS = len(ONLY)
+FEW = 64  # tokens behind the text that can be looked up without reading them
 
 
 class LookupDrafter:
@@ -40,8 +41,8 @@ class LookupDrafter:
         self._standing: list[tuple[list[int], int]] = []  # what is left of them below the root, if they came true: tokens, last key
 
     def open(self, prompt: Sequence[int]) -> None:
-        """The prompt is read with the first guess: the first token does not wait for it."""
-        self._read()
+        """The prompt is read with the first guess, or before it: the first token does not wait for it."""
+        self.read()
         self._chains, self._standing = [], []
         known = self._text.tokens[self._start :]
         if not known or array("i", prompt[: len(known)]) != known:  # not the next turn of the same conversation
@@ -49,7 +50,8 @@ class LookupDrafter:
             self._begin()
         self._unread = list(prompt[len(known) :])
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """What was committed, into the text. Guesses do it where they must; better when there is time."""
         self._text.extend(self._unread)
         self._unread = []
 
@@ -80,17 +82,23 @@ class LookupDrafter:
                 return
             kind, length = 0, length + 1
 
-    def guess(self, floor: float = 0.0, *, again: bool = True) -> list[Proposal]:
+    def guess(self, floor: float = 0.0, *, again: bool = True, in_haste: bool = False) -> list[Proposal]:
         """Chains below the root. None goes on where its path is less likely than `floor`. Not `again`: without the beginning of one
-        that was guessed before the last commit and came true; it is in the tree."""
+        that was guessed before the last commit and came true; it is in the tree. `in_haste`: a few tokens that were committed last
+        may stay unread; what follows them within themselves is not found then."""
         if again:
             self._standing = []
-        self._read()
         floor = max(floor, FLOOR)
-        state, length = self._text.match
+        state = length = 0
+        if in_haste and len(self._unread) <= FEW:
+            state, length = self._text.match_with(self._unread)
+        followers = self._text.followers(state) if length > 0 else []
+        if not followers:
+            self.read()
+            state, length = self._text.match
+            followers = self._text.followers(state) if length > 0 else []
         found: list[Proposal] = []
-        if length > 0:
-            followers = self._text.followers(state)
+        if followers:
             total = sum(times for times, _, _ in followers)
             for times, place, _ in followers[:CHAINS]:
                 kind = 0 if len(followers) == 1 else LENGTHS if 2 * times > total else 2 * LENGTHS
@@ -100,10 +108,10 @@ class LookupDrafter:
     def _chain(self, found: list[Proposal], place: int, kind: int, length: int, floor: float) -> tuple[list[int], int]:
         """Copy from a place. Returns the tokens and the key of the last."""
         text, chances, key, source, make = self._text.tokens, self.record.chances, self._key, Source.LOOKUP, Proposal._make
-        chain = text[place : place + LONGEST].tolist()
+        chain = text[place : place + LONGEST].tolist() + self._unread[: max(0, place + LONGEST - len(text))]
         while len(chain) < LONGEST:  # at the end of the text it goes on with the copy itself
             chain += chain[: LONGEST - len(chain)]
-        parent, path, there = self._start + 1 - len(text), 1.0, 0
+        parent, path, there = self._start + 1 - len(text) - len(self._unread), 1.0, 0
         for tokens, last in self._standing:
             if tokens and chain[: len(tokens)] == tokens:
                 parent, there = last, len(tokens)
@@ -125,6 +133,6 @@ class LookupDrafter:
     def close(self) -> None:
         """Save what the store does not have yet."""
         if self._store is not None:
-            self._read()
+            self.read()
             self._store.save(self._text.tokens[self._saved :])
             self._saved = len(self._text.tokens)
