@@ -40,17 +40,14 @@ def _fuse_gate(graph: fx.Graph, product: fx.Node) -> bool:
     if not (isinstance(silu, fx.Node) and isinstance(up, fx.Node)):
         return False
     silu, up = (silu, up) if silu.target is functional.silu else (up, silu)
-    if silu.target is not functional.silu or up.target is not operator.getitem:
+    if silu.target is not functional.silu:
         return False
-    gate, whole = silu.args[0], up.args[0]
+    gate = silu.args[0]
+    (whole, first), (other, second) = _half(gate), _half(up)
     found = _linear_of(whole)
-    if found is None or _value(found).shape[0] > 1:
+    if found is None or other is not whole or (first, second) != (0, 1) or _value(found).shape[0] > 1:
         return False
-    half = _value(found).shape[-1] // 2
-    halves = (..., slice(0, half, None)), (..., slice(half, 2 * half, None))
-    if gate.target is not operator.getitem or gate.args[0] is not whole or (gate.args[1], up.args[1]) != halves:
-        return False
-    if [len(node.users) for node in (whole, silu, gate, up)] != [2, 1, 1, 1]:  # the product is of use elsewhere
+    if [len(node.users) for node in (gate.args[0], silu, gate, up)] != [2, 1, 1, 1]:  # the product is of use elsewhere
         return False
     with graph.inserting_before(product):
         joined = graph.call_function(torch.ops.duodecoding.gated.default, found.args[:2])
@@ -79,11 +76,26 @@ def _fuse_norm(graph: fx.Graph, norm: fx.Node) -> bool:
         result.meta["example_value"] = _value(node)
         node.replace_all_uses_with(result)
     _drop(graph, norm)
+    _drop(graph, both)
     return True
+
+
+def _half(node: Any) -> tuple[Any, int]:
+    """Of what a node is a half, and which one; -1: of nothing."""
+    if not isinstance(node, fx.Node) or node.target is not operator.getitem:
+        return None, -1
+    of, which = node.args
+    if of.target == "chunk" and of.args[1:] == (2,) and of.kwargs == {"dim": -1} and which in (0, 1):
+        return of.args[0], which
+    half = _value(of).shape[-1] // 2 if isinstance(_value(of), torch.Tensor) else 0
+    halves = [(..., slice(0, half, None)), (..., slice(half, 2 * half, None))]
+    return (of, halves.index(which)) if which in halves else (None, -1)
 
 
 def _linear_of(node: Any) -> fx.Node | None:
     """The product whose parts, added up and rounded, are what this node is: see `torch_fast.RowLinear`."""
+    if isinstance(node, fx.Node) and node.target is functional.dropout and node.args[2:3] == (False,):  # none while not training
+        node = node.args[0]
     for method in ("view", "to"):
         if not isinstance(node, fx.Node) or node.op != "call_method" or node.target != method:
             return None
@@ -98,7 +110,16 @@ def _linear_of(node: Any) -> fx.Node | None:
 def _drop(graph: fx.Graph, node: fx.Node) -> None:
     """Take out what is of no use any more. Only what is known to do nothing else: torch's own way would take out every change in
     place whose result is not used, and that is how keys and values are stored."""
-    known = node.target in {operator.getitem, operator.add, operator.mul, functional.silu, "view", "to"}
+    known = node.target in {
+        operator.getitem,
+        operator.add,
+        operator.mul,
+        functional.silu,
+        functional.dropout,
+        "view",
+        "to",
+        "chunk",
+    }
     if node.users or not (known or _is_op(node, "linear") or _is_op(node, "rms_norm")):
         return
     inputs = node.all_input_nodes
@@ -113,4 +134,4 @@ def _is_op(node: fx.Node, name: str) -> bool:
 
 def _value(node: Any) -> Any:
     """What a node stood for when the layer was traced."""
-    return node.meta["example_value"]
+    return node.meta.get("example_value")
