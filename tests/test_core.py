@@ -12,9 +12,9 @@ from worlds import World, configs, parameters, said, worlds
 from duodecoding import SamplingParams, realtime
 from duodecoding.backends.scripted import ProtocolBroken
 from duodecoding.core import BARE, LOOKS_EVERY, RESTLESS, Choose, Committed, DuoCore, Expand, Verdict, Verify, Wait, places, walk
-from duodecoding.llm import _Reader
 from duodecoding.planner import Outlook
 from duodecoding.sampling import Choice
+from duodecoding.stream import Reader
 from duodecoding.tree import ROOT, PassNode, Proposal
 from duodecoding.types import EngineConfig, Mode, Source
 from duodecoding.virtual import load_profile
@@ -79,7 +79,7 @@ def play(world: World, params: SamplingParams, config: EngineConfig, chaos: Chao
     """A driver in which guesses come whenever they like, also while a pass is under way."""
     target = world.target()
     vocabulary = target.vocabulary
-    reader = _Reader(vocabulary.piece, params.stop)
+    reader = Reader(vocabulary.piece, params.stop)
     core = DuoCore(
         world.prompt,
         params,

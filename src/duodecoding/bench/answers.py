@@ -9,7 +9,8 @@ from duodecoding import backends
 from duodecoding.bench.metrics import accepted_by_depth, hidden_seconds
 from duodecoding.bench.peers import Said
 from duodecoding.drafters.growth import BestFirst
-from duodecoding.llm import LLM, Stream
+from duodecoding.llm import LLM
+from duodecoding.stream import Stream
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.types import SamplingParams
 from duodecoding.wire import GrowBestFirst

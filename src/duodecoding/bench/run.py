@@ -28,8 +28,9 @@ from duodecoding.bench.peers import PEERS, Contender, Ground, Said
 from duodecoding.bench.simulate import chat_tokens, draft_name, setups
 from duodecoding.costs import Profile, from_record, to_record
 from duodecoding.errors import DuoError
-from duodecoding.llm import LLM, OVERLAPPING, LoadTarget
+from duodecoding.llm import LLM, LoadTarget
 from duodecoding.prompts import Prompt
+from duodecoding.stream import OVERLAPPING
 from duodecoding.trace import Timeline
 from duodecoding.types import FREE_DRAFTS, EngineConfig, Mode, SamplingParams
 

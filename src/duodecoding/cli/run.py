@@ -27,7 +27,8 @@ from duodecoding.trace import Did, Lane, Timeline, to_chrome
 from duodecoding.types import EngineConfig, Result, SamplingParams
 
 if TYPE_CHECKING:
-    from duodecoding.llm import LLM, Stream
+    from duodecoding.llm import LLM
+    from duodecoding.stream import Stream
 
 STDIN = "\0stdin"  # stands for a `-` on the command line; no argument can hold a NUL
 

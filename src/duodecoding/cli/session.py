@@ -13,7 +13,8 @@ from duodecoding.types import EngineConfig, Result
 
 if TYPE_CHECKING:
     from duodecoding.cli.served import ServedLLM, ServedStream
-    from duodecoding.llm import LLM, Stream
+    from duodecoding.llm import LLM
+    from duodecoding.stream import Stream
 
 
 @contextmanager

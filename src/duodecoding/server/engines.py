@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from duodecoding.errors import DuoError
-from duodecoding.llm import LLM, Stream
+from duodecoding.llm import LLM
 from duodecoding.server.requests import ApiError, as_api_error
+from duodecoding.stream import Stream
 from duodecoding.trace import Event
 from duodecoding.types import Mode, Result, SamplingParams, Token
 
