@@ -121,6 +121,7 @@ class DuoCore:
         self._takes_turns = drafts and config.mode in (Mode.CHAIN, Mode.SERIAL)
         self._steps_left = self._steps_per_round()
         self._costs, self._switch, self._free_switch = costs, switch or Switch(), free_switch or Switch()
+        self._priced = costs is not None and config.mode in (Mode.SERIAL, Mode.DUO)  # does a place in a pass have a price?
         self._switch.new_answer()
         self._free_switch.new_answer()
         self._trust = Trust() if config.mode is Mode.DUO else Trust(DEAREST)
@@ -152,7 +153,7 @@ class DuoCore:
     @cached_property
     def least_chance(self) -> float:
         """Guesses less likely than this are not worth making."""
-        if self._costs is None or self._config.mode not in (Mode.SERIAL, Mode.DUO):
+        if self._costs is None or not self._priced:
             return 0.0
         return least_chance(self._costs.round_curve(self.tree.position))
 
@@ -177,7 +178,7 @@ class DuoCore:
         config = self._config
         if not self.guessing or not len(self.tree):  # the first token waits for no price
             return [], 0.0
-        prices = self._prices() if config.mode in (Mode.SERIAL, Mode.DUO) and self._costs is not None else []
+        prices = self._prices() if self._priced else []
         if config.mode is Mode.CHAIN:
             nodes = self.tree.likeliest_path(config.draft_length)
         elif config.mode is Mode.LOCKSTEP:
@@ -195,7 +196,7 @@ class DuoCore:
 
     def look_ahead(self) -> None:
         """While a pass runs: what the choice of the next one would have to look up."""
-        if self._costs is not None and self.guessing and self._config.mode in (Mode.SERIAL, Mode.DUO):
+        if self._priced and self.guessing:
             self._prices(ahead=1)
             _ = self.least_chance
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from duodecoding.backends import torch_slots
-from duodecoding.backends.torch_kernels import TILE, _begin, device_room, early
+from duodecoding.backends.torch_kernels import TILE, begin, device_room, early
 
 BLOCK = 32  # positions folded at a time
 SPLIT = 256  # positions of a split at first, folded by one program of `_partial`
@@ -119,7 +119,7 @@ def _partial(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, SIZE)
     first, lines = tl.load(table), tl.load(table + 1)
     shared = first // B * B
-    _begin(EARLY)
+    begin(EARLY)
     if job < LINES:
         members: tl.constexpr = M // GROUPS
         for number in range(job, lines, LINES):
@@ -143,15 +143,15 @@ def _partial(  # type: ignore[no-untyped-def]
                 _store(own, own_top, own_mass, place, real, top, mass, acc, SIZE)
     else:
         split, tile = splits - 1 - (job - LINES) // tiles, (job - LINES) % tiles  # the longest ones first
-        begin = _start(split, S, FEW)
+        left = _start(split, S, FEW)
         before = tl.minimum(shared, _start(split + 1, S, FEW))
-        if begin < before:
+        if left < before:
             pair += tile * M
             real = pair < rows * GROUPS
             q_at = q + ((head * GROUPS + pair % GROUPS) * q_head + pair // GROUPS * q_row)[:, None] + inner[None, :]
             asked = tl.load(q_at, mask=real[:, None], other=0.0)
             top, mass, acc = _empty(M, SIZE)
-            for start in range(begin, before, B):
+            for start in range(left, before, B):
                 slot = start + tl.arange(0, B)
                 t, m, a = _block(asked, keys, values, slot, None, None, slot_stride, scale, SIZE, True)
                 top, mass, acc = _fold(top, mass, acc, t, m, a)
@@ -206,7 +206,7 @@ def _merge(  # type: ignore[no-untyped-def]
     asked = tl.load(q + query * q_head + row * q_row + inner).to(tl.float32)
     k, v = tl.load(keys + entry).to(tl.float32), tl.load(values + entry).to(tl.float32)
     score = tl.sum(asked * k, axis=1) * scale
-    _begin(EARLY)  # all above is older than the kernel before this one
+    begin(EARLY)  # all above is older than the kernel before this one
     step = rows * GROUPS  # from a part to the next
     at = row * GROUPS + query % GROUPS + tl.arange(0, 1)  # an array of one; `at >= 0` is its mask
     top, mass, acc, open_top, open_mass, open_acc = _before(

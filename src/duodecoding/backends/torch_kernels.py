@@ -8,7 +8,7 @@ every sum are fixed by the model's shape:
 * `rms_norm`, `add_norm`: one program for each row;
 * `tree_attention`, in `torch_attention`: positions one after the other.
 
-Where the GPU can do it (Hopper and later) a kernel begins while the one before it ends: see `_begin`. Results are the same.
+Where the GPU can do it (Hopper and later) a kernel begins while the one before it ends: see `begin`. Results are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FUSED = True  # said, because what Triton does by itself changes from version to
 
 
 @triton.jit
-def _begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+def begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait for the kernel before this one, whose programs may still run, and let the next one begin.
 
     In this order: so what runs at the same time is two kernels at most, and the one before those has ended. The compiler's
@@ -72,7 +72,7 @@ def _linear(  # type: ignore[no-untyped-def]
         each: tl.constexpr = 128 // N if N < 128 else 1  # addresses of a row: one for every thread
         line = _line(column * N + tl.arange(0, N), n, GATED).to(tl.int64)[:, None] * k + split * per_split
         _fetch(w + line + tl.arange(0, each)[None, :] * (FETCHED // each // 2), FETCHED // each)
-    _begin(EARLY)
+    begin(EARLY)
     row = tl.program_id(0) * M + tl.arange(0, M)
     col = column * N + tl.arange(0, N)
     inner = split * per_split + tl.arange(0, K)
@@ -112,7 +112,7 @@ def _rms_norm(x, weight, out, size, eps, WIDTH: tl.constexpr, EARLY: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
     factor = tl.load(weight + col, mask=col < size, other=0.0)
-    _begin(EARLY)
+    begin(EARLY)
     values = tl.load(x + row * size + col, mask=col < size, other=0.0).to(tl.float32)
     tl.store(out + row * size + col, _normed(values, factor, size, eps), mask=col < size)
 
@@ -126,7 +126,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     col = tl.arange(0, WIDTH)
     kind: tl.constexpr = both.dtype.element_ty
     factor = tl.load(weight + col, mask=col < size, other=0.0)
-    _begin(EARLY)
+    begin(EARLY)
     total = tl.load(parts + row * size + col, mask=col < size, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + (split * rows + row) * size + col, mask=col < size, other=0.0)
@@ -179,10 +179,9 @@ def device_room(device: torch.device) -> tuple[int, int]:
 
 
 def early(device: torch.device) -> dict[str, Any]:
-    """For the launch of a kernel that calls `_begin`."""
+    """For the launch of a kernel that calls `begin`."""
     able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    early = EARLY and able
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if EARLY and able else {"EARLY": False}
 
 
 def _stages(programs: int, size: int, device: torch.device) -> int:
