@@ -111,7 +111,7 @@ def _partial(  # type: ignore[no-untyped-def]
     LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of one key head, M of the (row, query head) pairs: either one split of the blocks before the pass, folded into a part for
-    each pair; or a line of the table, all blocks along its path, a part for each pair and block."""
+    each pair; or a block of a line of the table, along its path, a part for each pair."""
     head, job = tl.program_id(0), tl.program_id(1)
     keys += head.to(tl.int64) * head_stride
     values += head.to(tl.int64) * head_stride
@@ -122,25 +122,24 @@ def _partial(  # type: ignore[no-untyped-def]
     begin(EARLY)
     if job < LINES:
         members: tl.constexpr = M // GROUPS
-        for number in range(job, lines, LINES):
-            line = table + number * width + 3
+        for number in tl.range(job, lines * blocks, LINES, num_stages=1):  # the first blocks of all lines, then the second ones
+            line, block = table + number % lines * width + 3, number // lines
             member = tl.load(line + pair // GROUPS, mask=pair < members * GROUPS, other=-1)
             real = member >= 0
             row = tl.where(real, member % DEEPER, 0)
             end = tl.where(real, first + member // DEEPER, 0)  # its position: it sees those before
             last = tl.max(end)
-            q_at = q + ((head * GROUPS + pair % GROUPS) * q_head + row * q_row)[:, None] + inner[None, :]
-            asked = tl.load(q_at, mask=real[:, None], other=0.0)
-            at = head.to(tl.int64) * blocks * rows * GROUPS + row * GROUPS + pair % GROUPS
-            for start in tl.range(shared, last, B, num_stages=1):
-                position = start + tl.arange(0, B)
+            if shared + block * B < last:
+                q_at = q + ((head * GROUPS + pair % GROUPS) * q_head + row * q_row)[:, None] + inner[None, :]
+                asked = tl.load(q_at, mask=real[:, None], other=0.0)
+                position = shared + block * B + tl.arange(0, B)
                 there = position < last
                 above = tl.load(line + members + position - first, mask=there & (position >= first), other=0)
                 slot = tl.where(position >= first, first + above, position)
                 seen = position[None, :] < end[:, None]
                 top, mass, acc = _block(asked, keys, values, slot, there, seen, slot_stride, scale, SIZE, False)
-                place = at + (start - shared) // B * rows * GROUPS
-                _store(own, own_top, own_mass, place, real, top, mass, acc, SIZE)
+                at = (head.to(tl.int64) * blocks + block) * rows * GROUPS + row * GROUPS + pair % GROUPS
+                _store(own, own_top, own_mass, at, real, top, mass, acc, SIZE)
     else:
         split, tile = splits - 1 - (job - LINES) // tiles, (job - LINES) % tiles  # the longest ones first
         left = _start(split, S, FEW)
