@@ -23,6 +23,7 @@ from duodecoding.drafters.lookup import CHAINS, FLOOR, LONGEST, MOSTLY, ONLY, SO
 from duodecoding.drafters.record import Record
 from duodecoding.drafters.store import MAGIC, SEPARATOR, Store
 from duodecoding.errors import UsageError
+from duodecoding.sampling import Luck
 from duodecoding.tree import Proposal, TokenTree
 from duodecoding.types import Source
 
@@ -184,6 +185,32 @@ def test_it_learns_from_the_answer() -> None:
     assert drafter.guess() == []
     drafter.commit([1, 2])
     assert chains(drafter.guess(), 5)[0][:2] == [3, 4]
+
+
+class Fate(Luck):
+    """Noise as a test wants it."""
+
+    def __init__(self, unlucky: set[int]) -> None:
+        super().__init__(0)
+        self.unlucky, self.asked = unlucky, dict[int, int]()
+
+    def uniform(self, position: int, token: int) -> float:
+        self.asked[position] = token
+        return 1e-12 if token in self.unlucky else 0.999
+
+
+def test_at_a_temperature_a_chain_ends_where_luck_does() -> None:
+    """The token without luck is judged all the same: else only lucky ones were, and all would seem likelier than they are."""
+    fate, drafter, twin = Fate({5}), LookupDrafter(), lookup(1, 2, 3, 4, 5, 6, 9, 1, 2)
+    drafter.open([1, 2, 3, 4, 5, 6, 9, 1, 2], fate)
+    found, plain = drafter.guess(), twin.guess()
+    assert chains(found, 8) == [[3, 4]]
+    assert chains(plain, 8)[0][:3] == [3, 4, 5]
+    assert fate.asked == {9: 3, 10: 4, 11: 5}
+    assert found[0].p == pytest.approx(0.999 ** ((1 - plain[0].p) / plain[0].p))
+    for one in (drafter, twin):
+        one.commit([3, 4, 7])
+    assert drafter.record.chances == twin.record.chances
 
 
 def test_a_new_conversation_forgets_the_last_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from duodecoding.drafters import recycling as module
 from duodecoding.drafters.lookup import FLOOR
 from duodecoding.drafters.recycling import CERTAIN, NODES, SUCCESSORS, RecyclingDrafter, Table
 from duodecoding.planner import Switch
-from duodecoding.sampling import Choice
+from duodecoding.sampling import Choice, Luck
 from duodecoding.tree import Proposal, TokenTree
 from duodecoding.types import EngineConfig, SamplingParams, Source
 from duodecoding.virtual import Recording, load_profile
@@ -95,6 +96,23 @@ def test_what_the_draft_said_is_remembered_for_the_same_tokens() -> None:
     found = grown(drafter, tree)
     assert found[3,] > found[4,]
     assert found[4,] > found[7,] * 0.3
+
+
+def test_at_a_temperature_luck_decides_among_what_was_said() -> None:
+    """What the draft said had the noise of its place; it is remembered without, and guessed with the noise of another."""
+    luck = Luck(7)
+    likely = {3: 0.5, 4: 0.4}
+    for again in range(40):
+        drafter, tree = RecyclingDrafter(), TokenTree([1, 2])
+        drafter.open([1, 2], luck)
+        here = {token: p / -math.log(luck.uniform(2, token)) for token, p in likely.items()}
+        here = {token: 0.9 * share / sum(here.values()) for token, share in here.items()}
+        tell(drafter, tree, model((1, -1, 3, here[3]), (2, -1, 4, here[4])))
+        commit(drafter, tree, *range(20, 20 + again), 1, 2)
+        found = grown(drafter, tree)
+        chances = [luck.chance(likely[token], 4 + again, token) for token in (3, 4)]
+        if abs(chances[0] - chances[1]) > 0.15:  # else in one bin, perhaps
+            assert (found.get((3,), 0.0) > found.get((4,), 0.0)) == (chances[0] > chances[1])
 
 
 def test_where_the_draft_has_guessed_it_guesses_below() -> None:

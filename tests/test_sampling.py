@@ -15,7 +15,7 @@ from duodecoding.backends import scripted
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.realtime import Drafters
-from duodecoding.sampling import HEAD, Sampler, gumbel, largest, uniform
+from duodecoding.sampling import HEAD, Luck, Sampler, gumbel, largest, uniform
 from duodecoding.types import MAX_SEED, EngineConfig, Mode
 
 DRAWS = 20_000
@@ -293,6 +293,35 @@ def test_a_draft_with_the_target_s_logits_guesses_right(row: np.ndarray, params:
 def test_guesses_leave_probability_to_the_rest() -> None:
     row = np.zeros(1000, np.float32)
     assert sum(guess.p for guess in sampler(1000).guesses(row, 0, 4)) == pytest.approx(0.004, rel=1e-3)
+
+
+# Luck
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_luck_knows_the_noise(seed: int, position: int, token: int) -> None:
+    assert Luck(seed).uniform(position, token) == uniform(seed, position, np.array([token]))[0]
+
+
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.7, 0.95])
+def test_the_chance_of_a_token_is_how_often_it_is_drawn_with_such_noise(p: float) -> None:
+    """Two tokens share the rest. Draws are sorted by the chance that was foretold."""
+    row = np.log(np.array([p, (1 - p) / 3, (1 - p) * 2 / 3], np.float32))
+    under_test, luck = sampler(3, temperature=1.0, seed=11), Luck(11)
+    chances = np.array([luck.chance(p, position, 0) for position in range(6000)])
+    drawn = np.array([under_test.choose(row, position).token == 0 for position in range(6000)])
+    assert chances.mean() == pytest.approx(p, abs=0.02)
+    for part in np.array_split(np.argsort(chances), 5):
+        assert drawn[part].mean() == pytest.approx(chances[part].mean(), abs=0.04)
+    assert np.ptp(chances) > 0.2  # else it foretells nothing
+
+
+def test_guesses_without_their_luck_are_the_probabilities() -> None:
+    probabilities = np.array([0.5, 0.3, 0.15, 0.05], np.float32)
+    for position in range(20):
+        guesses = sampler(4, temperature=1.0, seed=3).guesses(np.log(probabilities), position, 4)
+        plain = Luck(3).without({guess.token: guess.p for guess in guesses}, position)
+        assert [plain[token] for token in range(4)] == pytest.approx(probabilities.tolist(), abs=1e-3)
 
 
 # Distributions: 20,000 draws against the probabilities, chi-square. Seeds are fixed, so the tests are too.

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from duodecoding.tree import ROOT, SURER, Node, PassNode, Proposal, TokenTree, as_pass
+from duodecoding.tree import BESIDE_MODEL, ROOT, SURER, Node, PassNode, Proposal, TokenTree, as_pass, either
 from duodecoding.types import Source
 
 TOKENS = st.integers(0, 3)  # few, so that guesses meet
@@ -40,6 +40,8 @@ class Naive:
         self.root_logp, self.root_expanded = 0.0, False
         self.live: dict[tuple[int, ...], float] = {}  # history -> logp
         self.expanded: set[tuple[int, ...]] = set()
+        self.sources: dict[tuple[int, ...], Source] = {}  # of live ones; of two the surer one
+        self.named: dict[tuple[int, ...], float] = {}  # by the model
         self.known: dict[int, tuple[int, ...]] = {}  # key -> history, of live and committed guesses
 
     def parent(self, key: int) -> tuple[int, ...] | None:
@@ -60,13 +62,30 @@ class Naive:
         if parent != self.committed and parent not in self.live:
             return None
         self.known[proposal.key] = history
-        logp = self.logp(parent) + math.log(max(proposal.p, 1e-9))
+        logp = self.logp(parent) + math.log(max(self.chance(proposal, parent, history), 1e-9))
+        self.sources.setdefault(history, proposal.source)
         more = logp - self.live.setdefault(history, logp)
         if logp > self.live[history] + SURER:  # likelier than was thought, and so is all below it
             self.live[history] = logp
+            self.sources[history] = proposal.source
             for below in sorted((h for h in self.live if h[:-1] and h[: len(history)] == history and h != history), key=len):
                 self.live[below] = min(self.live[below] + more, self.live[below[:-1]])
         return history
+
+    def chance(self, proposal: Proposal, parent: tuple[int, ...], history: tuple[int, ...]) -> float:
+        """What a guess is worth, the draft model and others being two witnesses."""
+        spoken = self.root_expanded if parent == self.committed else parent in self.expanded
+        if proposal.source is not Source.MODEL:
+            p = proposal.p * BESIDE_MODEL[proposal.source] if spoken else proposal.p
+            return either(p, self.named[history]) if spoken and history in self.named else p
+        if not spoken:
+            for child in [h for h in self.live if h[:-1] == parent and self.sources[h] is not Source.MODEL]:
+                for h in (h for h in self.live if h[: len(child)] == child):
+                    self.live[h] += math.log(BESIDE_MODEL[self.sources[child]])
+        first = self.named.setdefault(history, proposal.p) if history not in self.named else None
+        if first is None or history not in self.live:
+            return proposal.p
+        return either(proposal.p, math.exp(self.live[history] - self.logp(parent)))
 
     def commit(self, tokens: list[int]) -> None:
         now = (*self.committed, *tokens)
@@ -76,6 +95,8 @@ class Naive:
         self.committed = now
         self.live = {h: logp for h, logp in self.live.items() if len(h) > len(now) and h[: len(now)] == now}
         self.expanded &= self.live.keys()
+        self.sources = {h: source for h, source in self.sources.items() if h in self.live}
+        self.named = {h: p for h, p in self.named.items() if h in self.live}
         self.known = {key: h for key, h in self.known.items() if h in self.live or h == now[: len(h)]}
 
     def best(self) -> list[float]:
@@ -212,6 +233,25 @@ def test_a_lower_second_opinion_changes_nothing() -> None:
     tree = tree_of(guess(1, -1, 5, 0.7), guess(2, -1, 5, 0.2, Source.LOOKUP))
     (node,) = tree.select(9)
     assert (node.source, tree.probability(node)) == (Source.MODEL, pytest.approx(0.7))
+
+
+def test_what_others_say_counts_for_less_once_the_draft_model_has_spoken() -> None:
+    """As often as they were right there (docs/log.md)."""
+    tree = tree_of(guess(1, -1, 5, 0.8, Source.LOOKUP), guess(2, 1, 6, 0.5, Source.LOOKUP), guess(3, -1, 7, 0.4, Source.RECYCLING))
+    below, lookup = tree.find(2), BESIDE_MODEL[Source.LOOKUP]
+    assert below is not None
+    assert tree.probability(below) == pytest.approx(0.4)
+    tree.add(guess(4, -1, 8, 0.3))
+    tree.root.expanded = True
+    assert tree.probability(below) == pytest.approx(0.4 * lookup)
+    assert tree.probability(tree.root.children[7]) == pytest.approx(0.4 * BESIDE_MODEL[Source.RECYCLING])
+    tree.add(guess(5, -1, 5, 0.2))  # the model names it, too
+    assert tree.probability(tree.root.children[5]) == pytest.approx(1 - (1 - 0.2) * (1 - 0.8 * lookup))
+    for key in (6, 7):  # said late, and twice: once is enough
+        tree.add(guess(key, -1, 8, 0.5, Source.LOOKUP))
+        assert tree.probability(tree.root.children[8]) == pytest.approx(1 - (1 - 0.3) * (1 - 0.5 * lookup))
+    tree.add(guess(8, -1, 9, 0.6, Source.LOOKUP))
+    assert tree.probability(tree.root.children[9]) == pytest.approx(0.6 * lookup)
 
 
 def test_guesses_below_the_new_root_survive_a_commit() -> None:

@@ -20,6 +20,7 @@ from duodecoding.drafters.model import ModelDrafter
 from duodecoding.drafters.recycling import FEW_VISITS, VISITS, RecyclingDrafter
 from duodecoding.planner import DraftClock, Outlook, Switch
 from duodecoding.remote import RemoteDrafter
+from duodecoding.sampling import Luck
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import Proposal
 from duodecoding.types import EngineConfig, Mode, SamplingParams, Source
@@ -78,10 +79,11 @@ class Drafters:
     def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth, unread: int = 0) -> None:
         if self.model is not None:
             self.model.open(prompt, params, growth, unread)
+        luck = Luck(params.seed) if not params.greedy else None
         if self.lookup is not None:
-            self.lookup.open(prompt)
+            self.lookup.open(prompt, luck)
         if self.recycling is not None:
-            self.recycling.open(prompt)
+            self.recycling.open(prompt, luck)
 
     def commit(self, tokens: Sequence[int]) -> None:
         if self.model is not None:

@@ -2,7 +2,7 @@
 
 The noise of token v at position t under seed s is a fixed number, so the target's token is a function of its own logits and
 nothing else: not of the draft, the mode, the timing. The draft adds the same noise to its own logits, which makes its best
-guesses the tokens the target is most likely to draw.
+guesses the tokens the target is most likely to draw; who guesses without logits knows the noise, too (`Luck`).
 
 Gumbel noise for a whole vocabulary is dear. The `HEAD` largest logits get noise of their own; all others compete as one, since
 the maximum of perturbed logits over a set is Gumbel-distributed around the set's log-sum-exp, independent of which token wins.
@@ -11,8 +11,9 @@ the maximum of perturbed logits over a set is Gumbel-distributed around the set'
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,9 +33,9 @@ TAIL_DRAW = -2
 SAFE_EXPONENT = 50.0  # a million times e^50 is within float32, and what falls below its range beside e^-50 does not count
 EDGE = 1e-6  # a nucleus ends this much early: sums that should meet top-p exactly then cannot fall on either side by rounding
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+WORD = (1 << 64) - 1
+_GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 
 
 class Choice(NamedTuple):
@@ -82,6 +83,47 @@ def gumbel(seed: int, position: int, tokens: Ids) -> Row:
     """Computed in float64 and rounded, so that two libraries whose logarithms differ in the last bit still agree."""
     noise: Row = (-np.log(-np.log(uniform(seed, position, tokens)))).astype(np.float32)
     return noise
+
+
+class Luck:
+    """The noise of an answer, one token at a time, for those that guess without logits.
+
+    A token of probability p is drawn if its noise g lifts it above all others, the best of which, with noise, is Gumbel-distributed
+    around log(1 - p). That happens with a chance of u ** ((1 - p) / p), where g = -log(-log(u)) is known to all.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed * GOLDEN
+        self._keys: dict[int, int] = {}  # by position
+
+    def uniform(self, position: int, token: int) -> float:
+        """The same number as the function of that name finds, in less than a microsecond."""
+        key = self._keys.get(position)
+        if key is None:
+            key = self._keys[position] = _mixed(self._seed + position)
+        x = key + token * GOLDEN & WORD  # `_mixed`, where a call would take as long as its work
+        x = (x ^ x >> 30) * MIX_1 & WORD
+        x = (x ^ x >> 27) * MIX_2 & WORD
+        return ((x ^ x >> 31) >> 12) * 2.0**-52 + 2.0**-53
+
+    def chance(self, p: float, position: int, token: int) -> float:
+        """That a token whose probability is `p`, more than 0, is drawn at `position`."""
+        chance: float = self.uniform(position, token) ** ((1 - p) / p)
+        return chance
+
+    def without(self, shares: Mapping[int, float], position: int) -> dict[int, float]:
+        """What `guesses` would have said of these tokens at another position, whose noise is not known; their sum stays."""
+        plain = {token: share * -math.log(self.uniform(position, token)) for token, share in shares.items()}
+        scale = sum(shares.values()) / max(sum(plain.values()), sys.float_info.min)
+        return {token: min(share * scale, 1.0) for token, share in plain.items()}
+
+
+def _mixed(x: int) -> int:
+    """`_mix` of one number; what is beyond 64 bits does not count."""
+    x &= WORD
+    x = (x ^ x >> 30) * MIX_1 & WORD
+    x = (x ^ x >> 27) * MIX_2 & WORD
+    return x ^ x >> 31
 
 
 def near_top(row: Row, k: int, scale: float = 1.0) -> Ids:

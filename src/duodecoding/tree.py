@@ -21,6 +21,8 @@ ROOT = -1
 LEAST = 1e-9  # probability of a guess
 LEAST_LOG = math.log(LEAST)
 SURER = 0.03  # a second opinion counts if it is that much higher (logarithm of a probability): all below the node has to be told
+# What is left of a guess that needs no model where the draft model has spoken (docs/log.md): it would have named what is right.
+BESIDE_MODEL = {Source.LOOKUP: 0.25, Source.RECYCLING: 0.05}
 _likelihood = attrgetter("logp")
 
 
@@ -41,6 +43,11 @@ class Proposal(NamedTuple):
     source: Source
 
 
+def either(p: float, q: float) -> float:
+    """The chance of what two witnesses say."""
+    return 1 - (1 - p) * (1 - q)
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     key: int
@@ -49,6 +56,7 @@ class Node:
     logp: float  # of the path from the root that was current when the node came
     position: int  # index of the token in the context
     source: Source
+    named: float | None = None  # by the draft model: its chance, if its parent is right
     expanded: bool = field(default=False, init=False)  # it is made quicker so
     children: dict[int, Node] = field(default_factory=dict, init=False)
 
@@ -106,15 +114,28 @@ class TokenTree:
         return self._live.get(key) or self._also.get(key)
 
     def add(self, proposal: Proposal) -> Node | None:
-        """Hang a guess into the tree. None if its parent is gone. The same token under the same parent is one node."""
+        """Hang a guess into the tree. None if its parent is gone. The same token under the same parent is one node. Who named it
+        counts: the draft model and somebody else are two witnesses, of two others the surer one is believed."""
         key, under, token, p, source = proposal
         parent = self._live.get(under) or self._also.get(under) or self._home(proposal)
         if parent is None:
             return None
         node = parent.children.get(token)
+        named = None
+        if source is Source.MODEL:
+            if not parent.expanded and parent.children:
+                self._doubt(parent)
+            named = p
+            if node is not None and node.named is None:
+                node.named = p
+                p = either(p, math.exp(node.logp - parent.logp))
+        elif parent.expanded:
+            p *= BESIDE_MODEL[source]
+            if node is not None and node.named is not None:
+                p = either(p, node.named)
         logp = parent.logp + (log(p) if p > LEAST else LEAST_LOG)
         if node is None:
-            node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source)
+            node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source, named)
             self._nodes.append(node)
             self._live[key] = node
             if self._open is not None:
@@ -125,6 +146,15 @@ class TokenTree:
             node.source = source
         self._also[key] = node
         return node
+
+    def _doubt(self, parent: Node) -> None:
+        """The draft model is about to say what follows `parent`. What others said counts for less then, with all below it."""
+        for child in parent.children.values():
+            less = math.log(BESIDE_MODEL.get(child.source, 1.0))
+            child.logp += less
+            for below in self._below(child):
+                below.logp += less
+        self._open = None
 
     def _raise(self, node: Node, logp: float) -> None:
         """A node is likelier than was thought, and so is all below it."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from duodecoding.drafters.automaton import SuffixAutomaton
 from duodecoding.drafters.record import Record
 from duodecoding.drafters.store import LIMIT, SEPARATOR, Store
+from duodecoding.sampling import Luck
 from duodecoding.tree import Proposal
 from duodecoding.types import Source
 
@@ -37,12 +38,16 @@ class LookupDrafter:
         self._unread: list[int] = []  # of the conversation, not in the text yet
         self._key = KEYS_FROM
         self.record = Record(ONLY + MOSTLY + SOMETIMES)
-        self._chains: list[tuple[int, int, list[int], int]] = []  # last guess: kind and length of the match, tokens, last key
+        self._luck: Luck | None = None
+        # The last guess: kind and length of the match; tokens, to be judged; how many of them were guessed; the last one's key.
+        self._chains: list[tuple[int, int, list[int], int, int]] = []
         self._standing: list[tuple[list[int], int]] = []  # what is left of them below the root, if they came true: tokens, last key
 
-    def open(self, prompt: Sequence[int]) -> None:
-        """The prompt is read with the first guess, or before it: the first token does not wait for it."""
+    def open(self, prompt: Sequence[int], luck: Luck | None = None) -> None:
+        """The prompt is read with the first guess, or before it: the first token does not wait for it. `luck`: of an answer at a
+        temperature."""
         self.read()
+        self._luck = luck
         self._chains, self._standing = [], []
         known = self._text.tokens[self._start :]
         if not known or array("i", prompt[: len(known)]) != known:  # not the next turn of the same conversation
@@ -68,9 +73,9 @@ class LookupDrafter:
         self._start = len(self._text.tokens)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        count = len(tokens)
-        self._standing = [(chain[count:], last) for _, _, chain, last in self._chains if chain[:count] == list(tokens)]
-        for kind, length, chain, _ in self._chains:
+        new = len(tokens)
+        self._standing = [(chain[new:count], last) for _, _, chain, count, last in self._chains if chain[:new] == list(tokens)]
+        for kind, length, chain, _, _ in self._chains:
             self._judge(kind, length, chain, tokens)
         self._chains = []
         self._unread += tokens
@@ -105,30 +110,38 @@ class LookupDrafter:
                 self._chains.append((kind, length, *self._chain(found, place, kind, length, floor)))
         return found
 
-    def _chain(self, found: list[Proposal], place: int, kind: int, length: int, floor: float) -> tuple[list[int], int]:
-        """Copy from a place. Returns the tokens and the key of the last."""
+    def _chain(self, found: list[Proposal], place: int, kind: int, length: int, floor: float) -> tuple[list[int], int, int]:
+        """Copy from a place. Returns the tokens, among them those that have no luck; how many are guessed; the key of the last."""
         text, chances, key, source, make = self._text.tokens, self.record.chances, self._key, Source.LOOKUP, Proposal._make
         chain = text[place : place + LONGEST].tolist() + self._unread[: max(0, place + LONGEST - len(text))]
         while len(chain) < LONGEST:  # at the end of the text it goes on with the copy itself
             chain += chain[: LONGEST - len(chain)]
-        parent, path, there = self._start + 1 - len(text) - len(self._unread), 1.0, 0
+        position, luck, there = len(text) + len(self._unread) - self._start, self._luck, 0
+        parent, path = 1 - position, 1.0
         for tokens, last in self._standing:
             if tokens and chain[: len(tokens)] == tokens:
                 parent, there = last, len(tokens)
-        count = 0
+        likely: list[float] = []  # on average; these are judged, lucky or not
         for token in chain:
             p = chances[kind + (length if length < LENGTHS else LENGTHS) - 1]
             path *= p
-            if (path < floor or token == SEPARATOR) and count >= there:
+            if (path < floor or token == SEPARATOR) and len(likely) >= there:
+                break
+            likely.append(p)
+            kind, length = 0, length + 1
+        count, path = 0, 1.0
+        for token, average in zip(chain, likely, strict=False):
+            p = average if luck is None else luck.chance(average, position + count, token)
+            path *= p
+            if path < floor and count >= there:
                 break
             count += 1
             if count > there:
                 key += 1
                 found.append(make((key, parent, token, p, source)))
                 parent = key
-            kind, length = 0, length + 1
         self._key = key
-        return chain[:count], parent
+        return chain[: len(likely)], count, parent
 
     def close(self) -> None:
         """Save what the store does not have yet."""

@@ -13,11 +13,13 @@ from math import exp, log
 
 from duodecoding.drafters.lookup import FLOOR, KEYS_FROM
 from duodecoding.drafters.record import Record
+from duodecoding.sampling import Luck
 from duodecoding.tree import Node, Proposal, TokenTree
 from duodecoding.types import Source
 
 Row = dict[int, float]  # successor -> score, from 0 to 1
-Leaf = tuple[float, int, int, int, Node | None]  # minus its chance, key, the token before it, its token, the node if there is one
+# Minus its chance, key, the token before it, its token, its position, the node if there is one.
+Leaf = tuple[float, int, int, int, int, Node | None]
 
 SUCCESSORS = 6
 MOST_ROWS = 1 << 14  # of each table; the one written longest ago goes first
@@ -54,16 +56,19 @@ class Table:
             del row[min(row, key=row.__getitem__)]
         self.say(context, row)
 
-    def judge(self, row: Row, token: int) -> None:
+    def judge(self, row: Row, token: int, position: int, luck: Luck | None) -> None:
         for successor, score in row.items():
             if score > FLOOR:  # else it is never guessed
-                self.record.observe(int(BINS * score**0.5), successor == token)  # finer where scores are small
+                here = score if luck is None else luck.chance(score, position, successor)
+                self.record.observe(int(BINS * here**0.5), successor == token)  # finer where scores are small
 
 
 class RecyclingDrafter:
     def __init__(self) -> None:
         self._pairs, self._singles = Table(trust=0.8), Table(trust=0.5)
         self._before = self._last = NOTHING
+        self._position = 0  # of the next token
+        self._luck: Luck | None = None
         self._key = KEYS_FROM << 1
         self._done: set[int] = set()  # keys of nodes below which it has guessed
 
@@ -71,8 +76,10 @@ class RecyclingDrafter:
     def records(self) -> tuple[Record, Record]:
         return self._pairs.record, self._singles.record
 
-    def open(self, prompt: Sequence[int]) -> None:
+    def open(self, prompt: Sequence[int], luck: Luck | None = None) -> None:
+        """`luck`: of an answer at a temperature. A row says what follows on average; who is drawn depends on the place."""
         self._before, self._last = (NOTHING, *prompt)[-2:]
+        self._position, self._luck = len(prompt), luck
         self._done = set()
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -80,11 +87,12 @@ class RecyclingDrafter:
         for token in tokens:
             table, row = self._find(before, last)
             if row is not None:
-                table.judge(row, token)
+                table.judge(row, token, self._position, self._luck)
             self._pairs.committed(before << 20 | last, token)
             if table is self._singles:  # it is asked only where two tokens are new
                 self._singles.committed(last, token)
             before, last = last, token
+            self._position += 1
         self._before, self._last = before, last
 
     def _find(self, before: int, last: int) -> tuple[Table, Row | None]:
@@ -97,6 +105,8 @@ class RecyclingDrafter:
             node = tree.find(parent)
             if node is not None:
                 row = {guess.token: guess.p for guess in islice(guesses, SUCCESSORS)}
+                if self._luck is not None:
+                    row = self._luck.without(row, node.position + 1)
                 before = node.parent.token if node.parent is not None else _before_root(tree)
                 self._pairs.say(before << 20 | node.token, row)
                 self._singles.say(node.token, row.copy())
@@ -109,35 +119,36 @@ class RecyclingDrafter:
         root, floor = tree.root, max(floor, FLOOR)
         lowest = root.logp + log(PROMISING * floor)
         found: list[Proposal] = []
-        heap: list[Leaf] = [(-1.0, root.key, _before_root(tree), root.token, root)]
+        heap: list[Leaf] = [(-1.0, root.key, _before_root(tree), root.token, root.position, root)]
         for _ in range(visits):
             if not heap or len(found) >= NODES:
                 break
             leaf = heappop(heap)
-            _, key, _, token, node = leaf
+            _, key, _, token, _, node = leaf
             for child in node.children.values() if node is not None else ():
                 if child.logp > lowest:
-                    heappush(heap, (-exp(child.logp - root.logp), child.key, token, child.token, child))
+                    heappush(heap, (-exp(child.logp - root.logp), child.key, token, child.token, child.position, child))
             if key not in self._done and (node is None or not node.expanded):
                 self._done.add(key)
                 self._expand(leaf, heap, found, floor)
         return found
 
     def _expand(self, leaf: Leaf, heap: list[Leaf], found: list[Proposal], floor: float) -> None:
-        chance, parent, before, token, node = leaf
+        chance, parent, before, token, position, node = leaf
         table, row = self._find(before, token)
         if row is None:
             return
-        chances, key, source, make = table.record.chances, self._key, Source.RECYCLING, Proposal._make
+        chances, key, source, make, luck = table.record.chances, self._key, Source.RECYCLING, Proposal._make, self._luck
         there = node.children if node is not None else ()  # they are visited as what they are
         least, promising = -floor / chance, -PROMISING * floor / chance
         for successor, score in row.items():
-            p = chances[int(BINS * score**0.5)]
+            here = score if luck is None or score <= FLOOR else luck.chance(score, position + 1, successor)
+            p = chances[int(BINS * here**0.5)]
             if p > least:
                 key += 1
                 found.append(make((key, parent, successor, p, source)))
                 if p > promising and successor not in there:
-                    heappush(heap, (chance * p, key, token, successor, None))
+                    heappush(heap, (chance * p, key, token, successor, position + 1, None))
         self._key = key
 
 
