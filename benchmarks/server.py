@@ -274,7 +274,7 @@ def sleeper(seconds: float) -> Any:
 
     from duodecoding import LLM, EngineConfig
     from duodecoding.backends import scripted
-    from duodecoding.realtime import Drafters
+    from duodecoding.drafting import Drafters
 
     class Sleeper(scripted.ScriptedTarget):
         def verify(self, work: Any) -> Any:

@@ -22,8 +22,8 @@ from duodecoding import models, prompts
 from duodecoding.backends import load_target
 from duodecoding.backends.base import Target
 from duodecoding.bench.simulate import chat_tokens
+from duodecoding.drafting import Drafters
 from duodecoding.llm import LLM
-from duodecoding.realtime import Drafters
 from duodecoding.tree import ROOT
 from duodecoding.types import EngineConfig, Mode, SamplingParams
 

@@ -31,10 +31,10 @@ from duodecoding.bench.run import Plan, Run
 from duodecoding.cli.main import main
 from duodecoding.core import Choose
 from duodecoding.costs import to_record
+from duodecoding.drafting import Drafters
 from duodecoding.errors import BackendMissing, UsageError
 from duodecoding.llm import LLM
 from duodecoding.prompts import Prompt
-from duodecoding.realtime import Drafters
 from duodecoding.sampling import Choice
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import PassNode
@@ -298,7 +298,7 @@ def pair(monkeypatch, tmp_path) -> EngineConfig:
     monkeypatch.setattr("duodecoding.backends.load_target", lambda path, config, progress: WORLD.target())
     monkeypatch.setattr("duodecoding.backends.read_vocabulary", lambda path: WORLD.draft().vocabulary)
     monkeypatch.setattr("duodecoding.backends.load_draft", lambda path, config, exact=False: WORLD.draft())
-    monkeypatch.setattr("duodecoding.remote.spawn", lambda path, config, **more: in_thread(WORLD.draft()))
+    monkeypatch.setattr("duodecoding.launch.spawn", lambda path, config, **more: in_thread(WORLD.draft()))
     monkeypatch.setattr(bench_run, "spare_questions", lambda measured: SPARE)
     return EngineConfig(
         model=str(tmp_path / "target.gguf"), draft=str(tmp_path / "draft.gguf"), ctx_size=512, threads=1, threads_draft=1
@@ -345,7 +345,7 @@ def test_an_answer_starts_cold_in_target_and_draft(pair):
         opened.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("duodecoding.backends.load_draft", lambda path, config, exact=False: draft)
-            patch.setattr("duodecoding.remote.spawn", lambda path, config, **more: in_thread(draft))
+            patch.setattr("duodecoding.launch.spawn", lambda path, config, **more: in_thread(draft))
             engine = Engine(LLM.from_config(replace(pair, mode=mode)))
         if engine.llm.drafters.remote is not None:
             assert engine.llm.drafters.remote.wait_ready(30.0)

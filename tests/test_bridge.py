@@ -19,8 +19,9 @@ from duodecoding.backends.llamacpp import LlamaTarget
 from duodecoding.backends.scripted import ScriptedDraft, ScriptedTarget
 from duodecoding.drafters.bridge import BridgeDrafter, cut, whole_characters
 from duodecoding.drafters.growth import BestFirst
-from duodecoding.realtime import Drafters, guessed_costs
-from duodecoding.remote import spawn
+from duodecoding.drafting import Drafters
+from duodecoding.launch import spawn
+from duodecoding.pace import guessed_costs
 
 STORY = "the cat sat on the mat and the dög sat on the cat. €5 are enough for the mat 😀! ".encode()
 BEGIN, END = 256, 257

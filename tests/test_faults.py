@@ -19,8 +19,9 @@ from workers import PATIENCE, Script, SlowTarget, acted, ended, engine, eventual
 from worlds import World
 
 from duodecoding import LLM, SamplingParams
-from duodecoding.realtime import Drafters
-from duodecoding.remote import MAX_FAILURES, Launch, RemoteDrafter, connect, process, spawn
+from duodecoding.drafting import Drafters
+from duodecoding.launch import Launch, connect, process, spawn
+from duodecoding.remote import MAX_FAILURES, RemoteDrafter
 from duodecoding.types import EngineConfig, Mode, Result
 from duodecoding.wire import VERSION, Commit, Failed, GrowBestFirst, Nodes, Pong, Ready, encode
 

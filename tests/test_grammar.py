@@ -16,8 +16,8 @@ from duodecoding.backends import scripted
 from duodecoding.backends.llamacpp import LlamaTarget
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafting import Drafters
 from duodecoding.errors import UsageError
-from duodecoding.realtime import Drafters
 from duodecoding.types import EngineConfig, Mode, Result
 
 pytest.importorskip("llguidance")

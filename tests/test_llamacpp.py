@@ -21,8 +21,8 @@ from duodecoding.backends.llamacpp_draft import DRAFT_SEQUENCES, LlamaDraft
 from duodecoding.core import walk
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafting import Drafters
 from duodecoding.errors import Interrupted, ModelUnreadable, UsageError
-from duodecoding.realtime import Drafters
 from duodecoding.tree import ROOT, PassNode
 from duodecoding.types import EngineConfig, Mode
 

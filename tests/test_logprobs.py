@@ -14,8 +14,8 @@ from duodecoding import LLM, SamplingParams
 from duodecoding.backends.base import Target
 from duodecoding.backends.llamacpp import LlamaTarget
 from duodecoding.drafters.lookup import LookupDrafter
+from duodecoding.drafting import Drafters
 from duodecoding.errors import UsageError
-from duodecoding.realtime import Drafters
 from duodecoding.sampling import Sampler
 from duodecoding.types import EngineConfig, Mode
 

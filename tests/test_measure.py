@@ -14,7 +14,7 @@ from duodecoding.cli.main import main
 from duodecoding.cli.profile import in_words, priced
 from duodecoding.costs import CostCurve, from_record, to_record
 from duodecoding.errors import UsageError
-from duodecoding.realtime import Pace
+from duodecoding.pace import Pace
 from duodecoding.types import EngineConfig, SamplingParams
 from duodecoding.virtual import load_profile
 

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub import errors as hub
 
-from duodecoding import models
+from duodecoding import model_files, models
 from duodecoding.errors import DownloadFailed, DuoError, ModelNotFound, ModelUnreadable, UsageError
 from duodecoding.models import BUILTINS, Builtin, default_draft, installed, resolve
 
@@ -109,7 +109,7 @@ def write(path: Path, content: bytes = GGUF) -> Path:
 
 def test_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf")
-    assert resolve(str(path)) == models.ModelFile(str(path), path, "gguf", "file")
+    assert resolve(str(path)) == model_files.ModelFile(str(path), path, "gguf", "file")
 
 
 def test_a_file_of_another_name_counts_by_its_first_bytes(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", ["fake", "FAKE"])
 def test_a_builtin_is_found_without_importing_its_package(package: Path, name: str) -> None:
     path = write(package / "fake.gguf")
-    assert resolve(name) == models.ModelFile("fake", path, "gguf", "builtin")
+    assert resolve(name) == model_files.ModelFile("fake", path, "gguf", "builtin")
     assert "duo_fake_model" not in sys.modules
 
 
@@ -484,7 +484,7 @@ def test_the_cache_answers_without_the_hub(monkeypatch: pytest.MonkeyPatch, cach
 def test_a_cached_transformers_model(monkeypatch: pytest.MonkeyPatch, cache: Path, offline: Offline) -> None:
     options = offline(monkeypatch)
     snapshot = fill(cache, "owner/repo", ["config.json", "model.safetensors"])
-    assert resolve("owner/repo", **options) == models.ModelFile("owner/repo", snapshot, "directory", "hub")
+    assert resolve("owner/repo", **options) == model_files.ModelFile("owner/repo", snapshot, "directory", "hub")
 
 
 @every_offline

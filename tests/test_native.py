@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import tinymodels
 
-from duodecoding import machine, models, remote, virtual, worker
+from duodecoding import launch, machine, models, virtual, worker
 from duodecoding.backends import compiled, load_draft, load_target, native, native_draft
 from duodecoding.backends.base import Draft, Leaf, QuickDraft
 from duodecoding.backends.gguf_file import GgufFile
@@ -413,8 +413,8 @@ def test_a_worker_knows_whether_the_target_wants_its_cores(
 ) -> None:
     """What an engine starts it with says so."""
     commands: list[list[str]] = []
-    monkeypatch.setattr(remote, "process", commands.append)
-    remote.spawn(embedded, EngineConfig(ctx_size=256, threads=1, gpu_layers=gpu_layers))
+    monkeypatch.setattr(launch, "process", commands.append)
+    launch.spawn(embedded, EngineConfig(ctx_size=256, threads=1, gpu_layers=gpu_layers))
     given: dict[str, float] = {}
 
     def load(_path: Path, **options: Any) -> None:

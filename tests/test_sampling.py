@@ -14,7 +14,7 @@ from duodecoding import LLM, SamplingParams, sampling
 from duodecoding.backends import scripted
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
-from duodecoding.realtime import Drafters
+from duodecoding.drafting import Drafters
 from duodecoding.sampling import HEAD, Luck, Sampler, gumbel, largest, uniform
 from duodecoding.types import MAX_SEED, EngineConfig, Mode
 

@@ -15,7 +15,7 @@ from duodecoding.backends import load_target
 from duodecoding.backends.base import Target
 from duodecoding.backends.llamacpp import LlamaTarget
 from duodecoding.backends.shelf import WORTH, Shelf
-from duodecoding.realtime import Drafters
+from duodecoding.drafting import Drafters
 from duodecoding.types import EngineConfig, Mode
 
 OFF = EngineConfig(mode=Mode.OFF)

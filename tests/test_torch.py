@@ -35,9 +35,9 @@ from duodecoding.bench.simulate import chat_tokens  # noqa: E402
 from duodecoding.core import walk  # noqa: E402
 from duodecoding.drafters.lookup import LookupDrafter  # noqa: E402
 from duodecoding.drafters.model import ModelDrafter  # noqa: E402
+from duodecoding.drafting import Drafters  # noqa: E402
 from duodecoding.errors import BackendMissing, DuoError, Interrupted, ModelUnreadable, OutOfMemory, UsageError  # noqa: E402
-from duodecoding.realtime import Drafters  # noqa: E402
-from duodecoding.remote import spawn  # noqa: E402
+from duodecoding.launch import spawn  # noqa: E402
 from duodecoding.tree import ROOT, PassNode  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

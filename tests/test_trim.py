@@ -21,8 +21,8 @@ from duodecoding.backends.trim import TOKEN_IDS, VOCABULARY, Trim, read_trim, vo
 from duodecoding.bench.pair import ranks
 from duodecoding.distill import export
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafting import Drafters
 from duodecoding.errors import DuoError, ModelUnreadable, VocabularyMismatch
-from duodecoding.realtime import Drafters
 from duodecoding.sampling import Sampler
 from duodecoding.text import check_pair
 from duodecoding.types import EngineConfig, Mode

@@ -31,10 +31,12 @@ from duodecoding.cli.main import main as cli
 from duodecoding.core import Choose
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafting import Drafters
 from duodecoding.errors import Interrupted, UsageError
+from duodecoding.launch import connect
+from duodecoding.pace import Pace, guessed_costs
 from duodecoding.planner import Switch
-from duodecoding.realtime import Drafters, Pace, guessed_costs
-from duodecoding.remote import RemoteDrafter, connect
+from duodecoding.remote import RemoteDrafter
 from duodecoding.tree import PassNode
 from duodecoding.types import EngineConfig, Mode, Source
 from duodecoding.wire import (

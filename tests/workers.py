@@ -21,8 +21,10 @@ from worlds import World
 from duodecoding import LLM
 from duodecoding.backends.base import Conversation, Draft, Target
 from duodecoding.core import Choose
-from duodecoding.realtime import Drafters, Pace, guessed_costs
-from duodecoding.remote import BACKOFF, STALL_SECONDS, Launch, Peer, RemoteDrafter, process
+from duodecoding.drafting import Drafters
+from duodecoding.launch import Launch, Peer, process
+from duodecoding.pace import Pace, guessed_costs
+from duodecoding.remote import BACKOFF, STALL_SECONDS, RemoteDrafter
 from duodecoding.tree import PassNode
 from duodecoding.types import EngineConfig, SamplingParams
 from duodecoding.wire import VERSION, Message, Ready, WireError, encode, main_side, worker_side

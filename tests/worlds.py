@@ -12,7 +12,7 @@ from duodecoding.backends import scripted
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.drafters.recycling import RecyclingDrafter
-from duodecoding.realtime import Drafters
+from duodecoding.drafting import Drafters
 from duodecoding.types import MAX_SEED, EngineConfig, Mode, Result
 
 SPECULATIVE = [mode for mode in Mode if mode is not Mode.OFF]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from duodecoding import backends, measure, models, remote
+from duodecoding import backends, launch, measure, models, remote
 from duodecoding.backends.base import Target, Vocabulary
 from duodecoding.costs import Floor, Profile, from_record, to_record
 from duodecoding.drafters.bridge import BridgeDrafter
@@ -19,10 +19,11 @@ from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.drafters.recycling import RecyclingDrafter
 from duodecoding.drafters.store import Store
+from duodecoding.drafting import Drafters
 from duodecoding.errors import ContextOverflow, UsageError
 from duodecoding.grammar import Grammars
+from duodecoding.pace import Pace
 from duodecoding.planner import cores_for_draft
-from duodecoding.realtime import Drafters, Pace
 from duodecoding.remote import RemoteDrafter
 from duodecoding.sampling import Constraint
 from duodecoding.stream import OVERLAPPING, Stream
@@ -304,9 +305,9 @@ def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabul
     # The published schemes stay as published; guesses that cost nothing belong to duo.
     free = _free_drafters(config, vocabulary) if config.mode is Mode.DUO else Drafters()
     if path is None:
-        worker = RemoteDrafter(remote.connect(config.draft_at), vocabulary.size, secret=config.draft_secret)
+        worker = RemoteDrafter(launch.connect(config.draft_at), vocabulary.size, secret=config.draft_secret)
     elif config.mode in OVERLAPPING:
-        worker = RemoteDrafter(remote.spawn(path, config, cores=_draft_cores(config), bridge=bridge), vocabulary.size)
+        worker = RemoteDrafter(launch.spawn(path, config, cores=_draft_cores(config), bridge=bridge), vocabulary.size)
     else:
         draft = backends.load_draft(path, config)
         return Drafters(model=BridgeDrafter(draft, vocabulary) if bridge else ModelDrafter(draft, vocab_limit=vocabulary.size))

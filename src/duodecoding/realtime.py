@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from duodecoding.backends.base import Conversation, Target
 from duodecoding.core import Choose, Committed, DuoCore, Verify, Wait, places, walk
-from duodecoding.costs import SHORTEST, CostCurve, Profile
-from duodecoding.drafters.growth import BestFirst, Growth
-from duodecoding.drafters.lookup import LookupDrafter
-from duodecoding.drafters.model import ModelDrafter
-from duodecoding.drafters.recycling import FEW_VISITS, VISITS, RecyclingDrafter
-from duodecoding.planner import DraftClock, Outlook, Switch
+from duodecoding.drafters.recycling import FEW_VISITS, VISITS
+from duodecoding.drafting import Drafters, guess_for_free, model_guessed, recycle
+from duodecoding.pace import Pace
+from duodecoding.planner import DraftClock, Outlook
 from duodecoding.remote import RemoteDrafter
-from duodecoding.sampling import Luck
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import Proposal
-from duodecoding.types import EngineConfig, Mode, SamplingParams, Source
-from duodecoding.wire import GrowBestFirst, GrowChains, GrowthPlan, Nodes
+from duodecoding.types import Source
+from duodecoding.wire import Nodes
 
-LEAF_FLOOR = 0.003  # leaves less likely than this are not worth a draft step
 WAIT_SLACK = 1.5  # of the time that guesses were expected in, then go on without
 WAIT_LEAST = 0.0005  # seconds; a sleeping process needs some to wake up
-OWN_WORK = {1: 1e-4, 8: 3e-4, 64: 8e-4}  # seconds between two passes, by tokens of a pass, until rounds tell better
 LISTEN = 0.98  # of a pass, less the time that a message takes; then only its end is waited for
 MESSAGE = 0.0003  # seconds
 GLANCE = 0.0002  # seconds between two looks whether a pass has ended
@@ -62,120 +57,6 @@ class Meter:
         return (self.ended if self.ended is not None else time.perf_counter()) - self.started
 
 
-@dataclass(slots=True)
-class Drafters:
-    """Who guesses. Any part may be missing."""
-
-    model: ModelDrafter | None = None
-    lookup: LookupDrafter | None = None
-    remote: RemoteDrafter | None = None  # in a worker, for modes that overlap
-    recycling: RecyclingDrafter | None = None
-
-    @property
-    def free(self) -> Drafters:
-        """Those that need no model."""
-        return Drafters(lookup=self.lookup, recycling=self.recycling)
-
-    def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth, unread: int = 0) -> None:
-        if self.model is not None:
-            self.model.open(prompt, params, growth, unread)
-        luck = Luck(params.seed) if not params.greedy else None
-        if self.lookup is not None:
-            self.lookup.open(prompt, luck)
-        if self.recycling is not None:
-            self.recycling.open(prompt, luck)
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        if self.model is not None:
-            self.model.commit(tokens)
-        if self.lookup is not None:
-            self.lookup.commit(tokens)
-        if self.recycling is not None:
-            self.recycling.commit(tokens)
-
-    def close(self) -> None:
-        if self.model is not None:
-            self.model.close()
-        if self.remote is not None:
-            self.remote.close()
-        if self.lookup is not None:
-            self.lookup.close()
-
-
-class Pace:
-    """What this pair costs on this machine, learnt as it goes, and whether it pays. Outlives the answers."""
-
-    def __init__(
-        self, costs: Profile | None = None, *, verify: Mapping[int, CostCurve] | None = None, on_gpu: bool = False
-    ) -> None:
-        """From a measured profile, from the target's curves alone, or from nothing."""
-        guess = guessed_costs(on_gpu)
-        self.costs = costs or (replace(guess, verify=verify) if verify else guess)
-        if self.costs.host is None:
-            self.costs = replace(self.costs, host=CostCurve(OWN_WORK))
-        self._guessed_target, self._guessed_draft = costs is None and not verify, costs is None
-        self.switch, self.free_switch = Switch(), Switch()
-
-    def target_pass(self, tokens: int, seconds: float, context: int, *, alone: bool) -> None:
-        """A pass took so long. `alone`: the draft was at rest; on a shared CPU only that tells what a plain pass costs."""
-        curve = self.costs.verify_at(context)
-        if self._guessed_target:
-            curve.scale(seconds / curve(tokens))
-            self._guessed_target = False
-        elif alone or tokens > 1:
-            curve.observe(tokens, seconds)
-        if seconds < curve(1):  # with or without a draft beside it: a plain pass does not take longer than this one
-            curve.observe(1, seconds)
-
-    def between(self, tokens: int, seconds: float) -> None:
-        """Our own work around a pass over so many tokens took so long."""
-        if self.costs.host is not None:
-            self.costs.host.observe(tokens, max(seconds, SHORTEST))
-
-    def draft_step(self, width: int, seconds: float, context: int) -> None:
-        seconds = max(seconds - self.costs.for_context(width, context), SHORTEST)
-        if self._guessed_draft:
-            self.costs.draft.scale(seconds / self.costs.draft(width))
-            self._guessed_draft = False
-        else:
-            self.costs.draft.observe(width, seconds)
-
-    def draft_step_unfinished(self, width: int, seconds: float, context: int) -> None:
-        """A step that was broken off or waited for in vain takes at least so long. Without this a draft slower than the target
-        would never be seen to finish a step, and be taken for fast."""
-        curve = self.costs.draft
-        seconds -= self.costs.for_context(width, context)
-        if width == 0 or seconds < curve(width):
-            return
-        if self._guessed_draft:
-            curve.scale(seconds / curve(width))
-        else:
-            curve.observe(width, seconds)
-
-
-def guessed_costs(on_gpu: bool) -> Profile:
-    """Shapes without levels, for a pair that nobody has measured: a GPU verifies many tokens in the time of one, a CPU does not."""
-    slope = 0.003 if on_gpu else 0.1  # of a pass over one token, for each token more
-    verify = CostCurve({n: 0.01 * (1 + slope * (n - 1)) for n in (1, 2, 4, 8, 16, 32, 64, 128)})
-    draft = CostCurve({1: 0.001, 2: 0.0013, 4: 0.0019, 8: 0.003, 16: 0.0053})
-    return Profile("here", "a guess, refined by every round", False, {512: verify}, draft, 1e-4, 1e-4, 5e-5)
-
-
-def growth_plan(config: EngineConfig, costs: Profile, context: int, unread: int = 0) -> GrowthPlan:
-    """How a draft beside the target grows the tree. `unread`: tokens of the context that it has left out."""
-    steps = costs.draft_at(context - unread)
-    if config.mode is Mode.LOCKSTEP:
-        return GrowChains(costs.verify_cost(1 + config.draft_length, context), steps, config.draft_width)
-    return GrowBestFirst(config.draft_width, steps, config.branching, LEAF_FLOOR)
-
-
-def growth_of(config: EngineConfig) -> Growth:
-    """How the draft grows the tree in this mode."""
-    if config.mode is Mode.CHAIN:
-        return BestFirst(width=1, branching=1)
-    return BestFirst(width=config.draft_width, branching=config.branching)
-
-
 def take_turns(
     core: DuoCore, target: Target, conversation: Conversation, drafters: Drafters, meter: Meter, pace: Pace
 ) -> Iterator[list[Committed]]:
@@ -202,28 +83,6 @@ def take_turns(
                 guess_for_free(core, drafters)
     if untold:
         drafters.commit(untold)
-
-
-def guess_for_free(core: DuoCore, drafters: Drafters, visits: int = VISITS, *, in_haste: bool = False) -> None:
-    """After the tokens of a round are out, so that none waits for it: what can be guessed without a model. `in_haste`: a GPU is
-    waiting."""
-    if not core.looking:
-        return
-    if core.guessing and drafters.lookup is not None:
-        core.nodes_arrived(drafters.lookup.guess(core.least_chance, again=False, in_haste=in_haste))
-    recycle(core, drafters, visits)
-
-
-def recycle(core: DuoCore, drafters: Drafters, visits: int = VISITS) -> None:
-    """Below the leaves that are there by now."""
-    if core.guessing and drafters.recycling is not None:
-        core.nodes_arrived(drafters.recycling.guess(core.tree, core.least_chance, visits))
-
-
-def model_guessed(core: DuoCore, drafters: Drafters, guesses: Sequence[Proposal]) -> None:
-    core.nodes_arrived(guesses)
-    if drafters.recycling is not None:
-        drafters.recycling.arrived(core.tree, guesses)
 
 
 def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:

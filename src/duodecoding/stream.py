@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from duodecoding.backends.base import Target
 from duodecoding.core import Committed, DuoCore
+from duodecoding.drafting import Drafters, growth_of, growth_plan
 from duodecoding.errors import Interrupted, UsageError
+from duodecoding.pace import Pace
 from duodecoding.planner import tokens_unread
-from duodecoding.realtime import Drafters, Meter, Overlap, Pace, growth_of, growth_plan, take_turns
+from duodecoding.realtime import Meter, Overlap, take_turns
 from duodecoding.remote import RemoteDrafter
 from duodecoding.sampling import Constraint
 from duodecoding.text import Detokenizer, StopStrings

@@ -19,9 +19,9 @@ from duodecoding.core import Choose, DuoCore, Verify, Wait, walk
 from duodecoding.costs import CostCurve, Profile, from_record
 from duodecoding.drafters.growth import BestFirst, Chains, Growth
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafting import LEAF_FLOOR, Drafters, guess_for_free, model_guessed, recycle
 from duodecoding.errors import UsageError
 from duodecoding.planner import DraftClock, Switch, tokens_unread
-from duodecoding.realtime import LEAF_FLOOR, Drafters, guess_for_free, model_guessed, recycle
 from duodecoding.sampling import Choice, Guess, Sampler
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import ROOT, Node, PassNode, Proposal

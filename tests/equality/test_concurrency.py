@@ -24,9 +24,9 @@ from duodecoding.backends import load_draft
 from duodecoding.backends.base import Leaf, Target
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
+from duodecoding.drafting import Drafters
 from duodecoding.errors import Interrupted
-from duodecoding.realtime import Drafters
-from duodecoding.remote import spawn
+from duodecoding.launch import spawn
 from duodecoding.sampling import Row
 from duodecoding.types import EngineConfig, Mode
 

@@ -24,8 +24,9 @@ from duodecoding.backends.llamacpp import physical_cores
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.drafters.recycling import RecyclingDrafter
-from duodecoding.realtime import Drafters
-from duodecoding.remote import RemoteDrafter, spawn
+from duodecoding.drafting import Drafters
+from duodecoding.launch import spawn
+from duodecoding.remote import RemoteDrafter
 from duodecoding.types import EngineConfig, Mode, Result
 
 PLAIN = Mode.OFF

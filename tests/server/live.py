@@ -20,7 +20,7 @@ from duodecoding.backends.base import Conversation
 from duodecoding.core import Choose
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
-from duodecoding.realtime import Drafters
+from duodecoding.drafting import Drafters
 from duodecoding.sampling import Row
 from duodecoding.server.engines import Engines
 from duodecoding.server.run import Server, listen, make_server

@@ -21,7 +21,7 @@ from duodecoding.costs import CostCurve, Profile
 from duodecoding.drafters.bridge import BridgeDrafter
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.llm import FEWEST_CORES, share_threads
-from duodecoding.models import ModelFile
+from duodecoding.model_files import ModelFile
 from duodecoding.prompts import Prompt
 from duodecoding.text import difference
 from duodecoding.types import EngineConfig, Mode, SamplingParams

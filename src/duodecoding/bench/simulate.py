@@ -19,11 +19,11 @@ from duodecoding.drafters.growth import BestFirst, Growth, LikeliestPath
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.drafters.recycling import RecyclingDrafter
+from duodecoding.drafting import Drafters
 from duodecoding.errors import UsageError
 from duodecoding.llm import LLM
 from duodecoding.planner import Calibration, Switch, Uncalibrated
 from duodecoding.prompts import Prompt
-from duodecoding.realtime import Drafters
 from duodecoding.text import check_pair, render_chat
 from duodecoding.types import FREE_DRAFTS, EngineConfig, Mode, SamplingParams
 from duodecoding.virtual import FREE, Memory, RecordedDrafter, Recording, Simulation, Tally

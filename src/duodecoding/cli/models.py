@@ -10,7 +10,7 @@ from rich.text import Text
 from duodecoding.cli.flags import FLAT, NO_REPORT_FLAGS, ReportFlags, ReportOptions, settings
 
 if TYPE_CHECKING:
-    from duodecoding.models import Installed
+    from duodecoding.model_files import Installed
 
 
 def models(*, options: Annotated[ReportFlags, FLAT] = NO_REPORT_FLAGS) -> int:
