@@ -122,10 +122,14 @@ def _bars(ax: Any, records: dict[str, dict[str, Any]]) -> None:
 
 def steps(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """context -> seconds over rows, of a pass with its sampling. Passes are padded to the sizes that were measured; the largest
-    usual one is timed with a tree as answers have them."""
+    usual one is timed with a tree as answers have them. Contexts that only an earlier run measured are left out: slower kernels
+    between faster ones would have passes grow cheaper with the context."""
     found: dict[str, dict[str, float]] = {}
     known = cells(results)
+    new = {name.partition("@")[2] for name in results["verify"]}
     for context, curve in curves(results, "ms").items():
+        if str(context) not in new:
+            continue
         used = {n: known.get(f"{n} bush@{context}") or known[f"{n}@{context}"] for n in curve.points}
         passes = CostCurve({n: round((cell["ms"] + cell["sampling_ms"]) / 1e3, 6) for n, cell in used.items()})
         found[str(context)] = {str(n): seconds for n, seconds in stepped(passes, list(used)).points.items()}

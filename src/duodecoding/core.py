@@ -288,10 +288,11 @@ class DuoCore:
         self._bare_rounds = 0 if work.nodes else self._bare_rounds + 1
         if not work.nodes:
             return
-        guessed = [committed.source for committed in gained if committed.source is not Source.TARGET]
         self.verified += len(work.nodes)
-        self.accepted += len(guessed)
-        self.accepted_by_source.update(guessed)
+        for committed in gained:
+            if committed.source is not Source.TARGET:
+                self.accepted += 1
+                self.accepted_by_source[committed.source] += 1
 
     def cancel(self) -> None:
         if self.finish_reason is None:

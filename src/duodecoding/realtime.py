@@ -181,6 +181,7 @@ class Overlap:
         self._untold: list[int] = []  # committed, not said to the worker yet
         self._unlearned: list[int] = []  # the same, by whoever guesses from what was said before
         self._lesson: Lesson | None = None
+        self._heard: list[tuple[float, Nodes, list[Proposal]]] = []  # from the worker, and when: in the tree, not learnt from yet
         self._collects = target.overlaps and gc.isenabled()
 
     def rounds(self, start_drafting: Callable[[], None]) -> Iterator[list[Committed]]:
@@ -245,6 +246,7 @@ class Overlap:
         end = self._meter.pass_began + max(LISTEN * expected - MESSAGE, expected / 2)
         while (left := end - time.perf_counter()) > 0 and not self._target.done():
             if self._take(min(left, GLANCE) if left > AWAKE else 0.0):
+                self._learn_from_guesses()
                 recycle(self._core, self._free)
         if self._meter.pass_began + expected - time.perf_counter() > REHEARSAL and not self._target.done():
             self._core.step(self._outlook())  # for nothing: code that has not run for milliseconds takes several times as long
@@ -275,7 +277,8 @@ class Overlap:
         return gained
 
     def _learn(self) -> None:
-        """From the last round: what passes cost, and whether drafting pays."""
+        """From the last round: what draft steps and passes cost, and whether drafting pays."""
+        self._learn_from_guesses()
         lesson, self._lesson = self._lesson, None
         if lesson is None:
             return
@@ -321,16 +324,26 @@ class Overlap:
         """Guesses that came, into the tree. False: the worker said nothing."""
         messages = self._remote.poll(timeout)
         for message in messages:
-            self._meter.draft_busy += message.seconds
             self._quiet = False
-            if message.width > 0:
-                self._pace.draft_step(message.width, message.seconds, self._draft_context)
-                model_guessed(self._core, self._free, proposals(message))
+            self._meter.draft_busy += message.seconds
             self._began = self._remote.when(message)
             if message.width > 0:
-                self._meter.timeline.span(Lane.DRAFT, Did.STEP, self._began - message.seconds, self._began, leaves=message.width)
+                guesses = proposals(message)
+                self._core.nodes_arrived(guesses)
+                self._heard.append((self._began, message, guesses))
             self._clock.began(self._began, message.expanding)
+        if not self._target.overlaps:
+            self._learn_from_guesses()
         return bool(messages)
+
+    def _learn_from_guesses(self) -> None:
+        """What a draft step costs and what follows what. While a pass runs, if it runs by itself: a GPU does not wait for it."""
+        heard, self._heard = self._heard, []
+        for ended, message, guesses in heard:
+            self._pace.draft_step(message.width, message.seconds, self._draft_context)
+            if self._free.recycling is not None:
+                self._free.recycling.arrived(self._core.tree, guesses)
+            self._meter.timeline.span(Lane.DRAFT, Did.STEP, ended - message.seconds, ended, leaves=message.width)
 
     def _note_unfinished(self) -> None:
         taken = time.monotonic() - self._began
