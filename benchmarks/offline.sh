@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# For a GPU machine with Python, torch and transformers that reaches nothing: takes along what else the benchmarks need.
+#
+#   benchmarks/offline.sh pack DIR [PYTHON]   here: DIR/part-*, of 50 MB each: llama.cpp's source, wheels for that Python (3.12), the model
+#   benchmarks/offline.sh unpack DIR          there, beside the parts: builds llama.cpp (half a minute), writes DIR/env
+#   . DIR/env; python3 benchmarks/h200.py --target "$MODEL" --draft "$DRAFT" --tasks TASKS ...
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "$0")/.." && pwd)
+PY=$ROOT/.venv/bin/python
+WHEELS=(msgspec gguf diskcache) # what duodecoding imports and transformers does not bring
+
+pack() {
+  local to source
+  mkdir -p "$1"
+  to=$(cd "$1" && pwd)
+  kit=$(mktemp -d) # not local: the trap wants it
+  trap 'rm -rf "$kit"' EXIT
+  mkdir "$kit/fetched" "$kit/all" "$kit/all/site" "$kit/all/llama.cpp"
+  "$PY" -m pip download -q -c "$ROOT/constraints.txt" --no-deps --no-binary :all: -d "$kit/fetched" llama-cpp-python
+  "$PY" -m pip download -q -c "$ROOT/constraints.txt" --no-deps --only-binary :all: --python-version "${2:-3.12}" \
+    -d "$kit/fetched" "${WHEELS[@]}"
+  tar xf "$kit"/fetched/llama_cpp_python-*.tar.gz -C "$kit"
+  source=$(echo "$kit"/llama_cpp_python-*)
+  cp -r "$source/llama_cpp" "$kit/all/site/"
+  (cd "$source/vendor/llama.cpp" && cp -r CMakeLists.txt cmake ggml src include common vendor licenses "$kit/all/llama.cpp/")
+  for wheel in "$kit"/fetched/*.whl; do "$PY" -m zipfile -e "$wheel" "$kit/all/site"; done
+  cp "$("$PY" -c 'from duodecoding.models import resolve; print(resolve("smollm2-135m").path)')" "$kit/all/model.gguf"
+  rm -f "$to"/part-*
+  tar c -C "$kit/all" . | xz -T0 -1 | split -b 50000000 - "$to/part-"
+  ls -l "$to"/part-*
+}
+
+unpack() {
+  local at
+  at=$(cd "$1" && pwd)
+  mkdir -p "$at/kit"
+  cat "$at"/part-* | tar xJ -C "$at/kit"
+  cmake -S "$at/kit/llama.cpp" -B "$at/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON \
+    -DLLAMA_BUILD_{APP,COMMON,TESTS,EXAMPLES,TOOLS,SERVER}=OFF >"$at/build.log" 2>&1 &&
+    cmake --build "$at/build" >>"$at/build.log" 2>&1 || { tail -20 "$at/build.log" >&2; exit 1; }
+  # Without the system's C++ library in front, a Python that brings its own crashes when llama.cpp reads a vocabulary.
+  cat >"$at/env" <<END
+export PYTHONPATH=$ROOT/src:$at/kit/site LLAMA_CPP_LIB_PATH=$at/build/bin
+export LD_PRELOAD=$(/sbin/ldconfig -p | awk '/libstdc\+\+\.so\.6 .*x86-64/ {print $NF; exit}')
+export MODEL=$at/kit/model.gguf DRAFT=$ROOT/src/duodecoding/drafts/smollm2-draft.gguf
+END
+  echo "ready: . $at/env"
+}
+
+case ${1:-} in
+pack | unpack) "$@" ;;
+*) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
