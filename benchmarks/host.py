@@ -1,6 +1,6 @@
 """Our own work between two passes of the target: what a GPU waits for. Recorded answers stand in for the target.
 
-    python benchmarks/host.py [--pass-ms 5] [--answers 7] [--tokens 96] [--calls 30]
+    python benchmarks/host.py [--pass-ms 5] [--answers 7] [--tokens 96] [--temperature 0.8] [--calls 30]
 
 The target takes `--pass-ms` for a pass and no CPU time, and says what the real one said; draft worker, tree, planner, lookup and
 recycling are real. Reported: the time from the end of a pass to the beginning of the next one, waits for guesses left out.
@@ -86,9 +86,10 @@ def main() -> None:
     parser.add_argument("--pass-ms", type=float, default=5.0)
     parser.add_argument("--answers", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--calls", type=int, default=0)
     options = parser.parse_args()
-    params = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=options.tokens, temperature=options.temperature, ignore_eos=True)
     questions = [prompt for row in zip(*prompts.load().values(), strict=False) for prompt in row][: options.answers]
     with LLM.from_config(EngineConfig(model=options.model, mode="off", ctx_size=2048)) as llm:
         asked = [llm.chat_tokens([{"role": "user", "content": question.turns[0]}]) for question in questions]
@@ -118,7 +119,7 @@ def main() -> None:
         if options.calls:
             pstats.Stats(profile).sort_stats("tottime").print_stats(options.calls)
     spread = common.spread([1e6 * seconds for seconds in per_round], 0)
-    settings = {"pass_ms": options.pass_ms, "answers": len(texts) - 1, "tokens": options.tokens}
+    settings = {"pass_ms": options.pass_ms, "answers": len(texts) - 1, "tokens": options.tokens, "temperature": options.temperature}
     common.write("host", settings, {"microseconds a round": spread, "guesses a pass": common.spread(guesses, 1)})
 
 
