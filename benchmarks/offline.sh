@@ -41,14 +41,14 @@ unpack() {
     cmake --build "$at/build" >>"$at/build.log" 2>&1 || { tail -20 "$at/build.log" >&2; exit 1; }
   # Without the system's C++ library in front, a Python that brings its own crashes when llama.cpp reads a vocabulary.
   cat >"$at/env" <<END
-export PYTHONPATH=$ROOT/src:$at/kit/site LLAMA_CPP_LIB_PATH=$at/build/bin
+export PYTHONPATH="$ROOT/src:$at/kit/site" LLAMA_CPP_LIB_PATH="$at/build/bin"
 export LD_PRELOAD=$(/sbin/ldconfig -p | awk '/libstdc\+\+\.so\.6 .*x86-64/ {print $NF; exit}')
-export MODEL=$at/kit/model.gguf DRAFT=$ROOT/src/duodecoding/drafts/smollm2-draft.gguf
+export MODEL="$at/kit/model.gguf" DRAFT="$ROOT/src/duodecoding/drafts/smollm2-draft.gguf"
 END
   echo "ready: . $at/env"
 }
 
 case ${1:-} in
-pack | unpack) "$@" ;;
+pack | unpack) [ $# -ge 2 ] && "$@" || exit 2 ;;
 *) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

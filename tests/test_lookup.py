@@ -117,13 +117,20 @@ def chains(proposals: list[Proposal], root: int) -> list[list[int]]:
     return found
 
 
-@given(st.lists(st.integers(1, 4), min_size=4, max_size=40), st.lists(st.integers(1, 4), min_size=1, max_size=30), st.randoms())
-def test_what_stands_in_the_tree_is_not_guessed_again(prompt: list[int], answer: list[int], chance: random.Random) -> None:
+@given(
+    st.lists(st.integers(1, 4), min_size=4, max_size=40),
+    st.lists(st.integers(1, 4), min_size=1, max_size=30),
+    st.randoms(),
+    st.sampled_from([None, Luck(1), Luck(2)]),
+)
+def test_what_stands_in_the_tree_is_not_guessed_again(
+    prompt: list[int], answer: list[int], chance: random.Random, luck: Luck | None
+) -> None:
     """Two drafters see the same answer; the trees that they grow hold the same guesses."""
     drafters = LookupDrafter(), LookupDrafter()
     trees = TokenTree(prompt), TokenTree(prompt)
     for drafter in drafters:
-        drafter.open(prompt)
+        drafter.open(prompt, luck)
     at = sent = saved = 0
     while at < len(answer):
         for drafter, tree, again in zip(drafters, trees, (True, False), strict=True):

@@ -115,6 +115,54 @@ def test_at_a_temperature_luck_decides_among_what_was_said() -> None:
             assert (found.get((3,), 0.0) > found.get((4,), 0.0)) == (chances[0] > chances[1])
 
 
+@pytest.mark.parametrize("noisy", [True, False])
+def test_a_draft_without_noise_is_taken_at_its_word(noisy: bool) -> None:
+    """A bridged draft knows nothing of the noise: there is none to divide out."""
+    drafter, tree = RecyclingDrafter(noisy=noisy), TokenTree([1, 2])
+    drafter.open([1, 2], Luck(7))
+    tell(drafter, tree, model((1, -1, 3, 0.8), (2, -1, 4, 0.1)))
+    _, row = drafter._find(1, 2)
+    assert row is not None
+    assert (row == pytest.approx({3: 0.8, 4: 0.1})) != noisy
+
+
+class Fixed(Luck):
+    """The same luck for all, and where it was asked for."""
+
+    def __init__(self, u: float) -> None:
+        super().__init__(0)
+        self.u, self.asked = u, set[tuple[int, int]]()
+
+    def uniform(self, position: int, token: int) -> float:
+        self.asked.add((position, token))
+        return self.u
+
+
+def test_at_a_temperature_scores_are_judged_with_their_luck() -> None:
+    """The more luck a token had, the surer was the guess that is judged."""
+    kinds = []
+    for u in (0.9, 0.1):
+        luck, drafter, tree = Fixed(u), RecyclingDrafter(), TokenTree([1, 2])
+        drafter.open([1, 2], luck)
+        commit(drafter, tree, 3, 1, 2)  # 3 follows 1, 2
+        before, luck.asked = [list(record.chances) for record in drafter.records], set()
+        commit(drafter, tree, 3)
+        assert luck.asked == {(5, 3)}
+        after = [record.chances for record in drafter.records]
+        kinds.append([i for now, then in zip(after, before, strict=True) for i in range(len(now)) if now[i] != then[i]])
+    assert min(kinds[0]) > max(kinds[1])
+
+
+def test_at_a_temperature_a_guess_below_a_guess_has_the_luck_of_its_own_place() -> None:
+    luck, drafter, tree = Fixed(0.9), RecyclingDrafter(), TokenTree([1, 2])
+    drafter.open([1, 2], luck)
+    commit(drafter, tree, 3, 4, 5, 1, 2)
+    luck.asked = set()
+    assert (3, 4, 5) in grown(drafter, tree)
+    assert {(7, 3), (8, 4), (9, 5)} <= luck.asked
+    assert all((position - token) % 5 == 4 for position, token in luck.asked if token > 2)  # the copy goes on in rounds of five
+
+
 def test_where_the_draft_has_guessed_it_guesses_below() -> None:
     drafter, tree = opened(1, 2)
     commit(drafter, tree, 3, 4, 1, 2)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -40,8 +41,7 @@ class Naive:
         self.root_logp, self.root_expanded = 0.0, False
         self.live: dict[tuple[int, ...], float] = {}  # history -> logp
         self.expanded: set[tuple[int, ...]] = set()
-        self.sources: dict[tuple[int, ...], Source] = {}  # of live ones; of two the surer one
-        self.named: dict[tuple[int, ...], float] = {}  # by the model
+        self.said: dict[tuple[int, ...], list[tuple[Source, float]]] = {}  # of live ones: all that anybody ever said
         self.known: dict[int, tuple[int, ...]] = {}  # key -> history, of live and committed guesses
 
     def parent(self, key: int) -> tuple[int, ...] | None:
@@ -62,30 +62,31 @@ class Naive:
         if parent != self.committed and parent not in self.live:
             return None
         self.known[proposal.key] = history
-        logp = self.logp(parent) + math.log(max(self.chance(proposal, parent, history), 1e-9))
-        self.sources.setdefault(history, proposal.source)
-        more = logp - self.live.setdefault(history, logp)
-        if logp > self.live[history] + SURER:  # likelier than was thought, and so is all below it
-            self.live[history] = logp
-            self.sources[history] = proposal.source
-            for below in sorted((h for h in self.live if h[:-1] and h[: len(history)] == history and h != history), key=len):
-                self.live[below] = min(self.live[below] + more, self.live[below[:-1]])
+        model = proposal.source is Source.MODEL
+        spoken = self.root_expanded if parent == self.committed else parent in self.expanded
+        if model and not spoken:
+            for child in [h for h in self.live if h[:-1] == parent and not self.best_of(h)[0]]:
+                self.move(child, self.logp(parent) + math.log(max(self.best_of(child)[1], 1e-9)))
+        self.said.setdefault(history, []).append((proposal.source, proposal.p))
+        both = (model and proposal.p > 0) or spoken
+        new = both and history not in self.live and not model
+        p = either(*self.best_of(history)) if both and history in self.live else self.best_of(history)[1] if new else proposal.p
+        logp = self.logp(parent) + math.log(max(p, 1e-9))
+        if logp > self.live.setdefault(history, logp) + SURER:
+            self.move(history, logp)
         return history
 
-    def chance(self, proposal: Proposal, parent: tuple[int, ...], history: tuple[int, ...]) -> float:
-        """What a guess is worth, the draft model and others being two witnesses."""
-        spoken = self.root_expanded if parent == self.committed else parent in self.expanded
-        if proposal.source is not Source.MODEL:
-            p = proposal.p * BESIDE_MODEL[proposal.source] if spoken else proposal.p
-            return either(p, self.named[history]) if spoken and history in self.named else p
-        if not spoken:
-            for child in [h for h in self.live if h[:-1] == parent and self.sources[h] is not Source.MODEL]:
-                for h in (h for h in self.live if h[: len(child)] == child):
-                    self.live[h] += math.log(BESIDE_MODEL[self.sources[child]])
-        first = self.named.setdefault(history, proposal.p) if history not in self.named else None
-        if first is None or history not in self.live:
-            return proposal.p
-        return either(proposal.p, math.exp(self.live[history] - self.logp(parent)))
+    def best_of(self, history: tuple[int, ...]) -> tuple[float, float]:
+        """The chance by the draft model's word, and by the surest of the others where it has spoken."""
+        said = self.said[history]
+        named = max((p for source, p in said if source is Source.MODEL), default=0.0)
+        return named, max((p * BESIDE_MODEL[source] for source, p in said if source is not Source.MODEL), default=0.0)
+
+    def move(self, history: tuple[int, ...], logp: float) -> None:
+        """A node is likelier or less likely than was thought, and so is all below it."""
+        more, self.live[history] = logp - self.live[history], logp
+        for below in sorted((h for h in self.live if h[: len(history)] == history and h != history), key=len):
+            self.live[below] = min(self.live[below] + more, self.live[below[:-1]])
 
     def commit(self, tokens: list[int]) -> None:
         now = (*self.committed, *tokens)
@@ -95,8 +96,7 @@ class Naive:
         self.committed = now
         self.live = {h: logp for h, logp in self.live.items() if len(h) > len(now) and h[: len(now)] == now}
         self.expanded &= self.live.keys()
-        self.sources = {h: source for h, source in self.sources.items() if h in self.live}
-        self.named = {h: p for h, p in self.named.items() if h in self.live}
+        self.said = {h: said for h, said in self.said.items() if h in self.live}
         self.known = {key: h for key, h in self.known.items() if h in self.live or h == now[: len(h)]}
 
     def best(self) -> list[float]:
@@ -130,7 +130,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.history(node) == expected
             assert node.logp == self.naive.live[self.history(node)]
 
-    @rule(data=st.data(), token=TOKENS, p=PROBABILITIES, source=st.sampled_from([Source.MODEL, Source.LOOKUP]))
+    @rule(data=st.data(), token=TOKENS, p=PROBABILITIES, source=st.sampled_from([Source.MODEL, Source.LOOKUP, Source.RECYCLING]))
     def add(self, data: st.DataObject, token: int, p: float, source: Source) -> None:
         """Under the root, a guess, any committed position, a position to come, or a node that nobody knows."""
         self.key += 1
@@ -252,6 +252,21 @@ def test_what_others_say_counts_for_less_once_the_draft_model_has_spoken() -> No
         assert tree.probability(tree.root.children[8]) == pytest.approx(1 - (1 - 0.3) * (1 - 0.5 * lookup))
     tree.add(guess(8, -1, 9, 0.6, Source.LOOKUP))
     assert tree.probability(tree.root.children[9]) == pytest.approx(0.6 * lookup)
+
+
+@pytest.mark.parametrize("named", [0.0, 0.1, 0.5])
+def test_the_order_of_witnesses_does_not_matter(named: float) -> None:
+    """Recycling, a little surer than lookup, does not take lookup's word away."""
+    said = [guess(1, -1, 5, 0.9, Source.LOOKUP), guess(2, -1, 5, 0.95, Source.RECYCLING)]
+    said.append(guess(3, -1, 5, named) if named else guess(3, -1, 6, 0.3))
+    for order in permutations(said):
+        tree = tree_of()
+        for proposal in order:
+            tree.add(proposal)
+            tree.root.expanded = tree.root.expanded or proposal.source is Source.MODEL
+        node = tree.root.children[5]
+        assert tree.probability(node) == pytest.approx(either(named, 0.9 * BESIDE_MODEL[Source.LOOKUP]))
+        assert (node.source is Source.MODEL) == (named > 0.9 * BESIDE_MODEL[Source.LOOKUP])
 
 
 def test_guesses_below_the_new_root_survive_a_commit() -> None:

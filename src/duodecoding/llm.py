@@ -303,7 +303,7 @@ def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabul
     if name in FREE_DRAFTS:
         return _free_drafters(config, vocabulary, recycling=name == "free")
     # The published schemes stay as published; guesses that cost nothing belong to duo.
-    free = _free_drafters(config, vocabulary) if config.mode is Mode.DUO else Drafters()
+    free = _free_drafters(config, vocabulary, noisy=bridge is None) if config.mode is Mode.DUO else Drafters()
     if path is None:
         worker = RemoteDrafter(launch.connect(config.draft_at), vocabulary.size, secret=config.draft_secret)
     elif config.mode in OVERLAPPING:
@@ -315,9 +315,10 @@ def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabul
     return replace(free, remote=worker)
 
 
-def _free_drafters(config: EngineConfig, vocabulary: Vocabulary, *, recycling: bool = True) -> Drafters:
+def _free_drafters(config: EngineConfig, vocabulary: Vocabulary, *, recycling: bool = True, noisy: bool = True) -> Drafters:
+    """`noisy`: the draft model beside them adds the noise of a temperature."""
     store = Store(Path(config.lookup_store), vocabulary) if config.lookup_store else None
-    return Drafters(lookup=LookupDrafter(store), recycling=RecyclingDrafter() if recycling else None)
+    return Drafters(lookup=LookupDrafter(store), recycling=RecyclingDrafter(noisy=noisy) if recycling else None)
 
 
 def _draft_cores(config: EngineConfig) -> list[int]:

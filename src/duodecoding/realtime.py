@@ -192,6 +192,7 @@ class Overlap:
             yield from self._rounds(start_drafting)
         finally:
             self._hurry(False)
+            self._learn_from_guesses()
             self._remote.pause()
 
     def _hurry(self, on: bool) -> None:

@@ -21,7 +21,7 @@ ROOT = -1
 LEAST = 1e-9  # probability of a guess
 LEAST_LOG = math.log(LEAST)
 SURER = 0.03  # a second opinion counts if it is that much higher (logarithm of a probability): all below the node has to be told
-# What is left of a guess that needs no model where the draft model has spoken (docs/log.md): it would have named what is right.
+# What is left of a guess that needs no model where the draft model has spoken (docs/log.md): the model names most of what is right.
 BESIDE_MODEL = {Source.LOOKUP: 0.25, Source.RECYCLING: 0.05}
 _likelihood = attrgetter("logp")
 
@@ -44,7 +44,7 @@ class Proposal(NamedTuple):
 
 
 def either(p: float, q: float) -> float:
-    """The chance of what two witnesses say."""
+    """The chance of what two witnesses say who do not know of each other."""
     return 1 - (1 - p) * (1 - q)
 
 
@@ -56,7 +56,8 @@ class Node:
     logp: float  # of the path from the root that was current when the node came
     position: int  # index of the token in the context
     source: Source
-    named: float | None = None  # by the draft model: its chance, if its parent is right
+    named: float = 0.0  # its chance if its parent is right, by the draft model alone
+    beside: float = 0.0  # and by the surest of the others, where the model has spoken
     expanded: bool = field(default=False, init=False)  # it is made quicker so
     children: dict[int, Node] = field(default_factory=dict, init=False)
 
@@ -115,45 +116,53 @@ class TokenTree:
 
     def add(self, proposal: Proposal) -> Node | None:
         """Hang a guess into the tree. None if its parent is gone. The same token under the same parent is one node. Who named it
-        counts: the draft model and somebody else are two witnesses, of two others the surer one is believed."""
+        counts, not in which order: the draft model and somebody else are two witnesses, of two others the surer one is believed."""
         key, under, token, p, source = proposal
         parent = self._live.get(under) or self._also.get(under) or self._home(proposal)
         if parent is None:
             return None
-        node = parent.children.get(token)
-        named = None
         if source is Source.MODEL:
+            named, beside = p, 0.0
             if not parent.expanded and parent.children:
                 self._doubt(parent)
-            named = p
-            if node is not None and node.named is None:
-                node.named = p
-                p = either(p, math.exp(node.logp - parent.logp))
-        elif parent.expanded:
-            p *= BESIDE_MODEL[source]
-            if node is not None and node.named is not None:
-                p = either(p, node.named)
+        else:
+            named, beside = 0.0, p * BESIDE_MODEL[source]
+            p = beside if parent.expanded else p
+        node = parent.children.get(token)
+        if node is not None:
+            return self._confirm(node, parent, proposal, named, beside)
         logp = parent.logp + (log(p) if p > LEAST else LEAST_LOG)
-        if node is None:
-            node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source, named)
-            self._nodes.append(node)
-            self._live[key] = node
-            if self._open is not None:
-                self._push(node)
-            return node
+        node = parent.children[token] = Node(key, parent, token, logp, parent.position + 1, source, named, beside)
+        self._nodes.append(node)
+        self._live[key] = node
+        if self._open is not None:
+            self._push(node)
+        return node
+
+    def _confirm(self, node: Node, parent: Node, proposal: Proposal, named: float, beside: float) -> Node:
+        """Somebody names what was named before. The surer one is called its source."""
+        known = named > 0 or parent.expanded  # does the draft model's word count?
+        surer = max(named, beside) > max(node.named, node.beside) if known else proposal.p > math.exp(node.logp - parent.logp)
+        node.named, node.beside = max(node.named, named), max(node.beside, beside)
+        chance = either(node.named, node.beside) if known else proposal.p
+        logp = parent.logp + (log(chance) if chance > LEAST else LEAST_LOG)
         if logp > node.logp + SURER:
             self._raise(node, logp)
-            node.source = source
-        self._also[key] = node
+        if surer:
+            node.source = proposal.source
+        self._also[proposal.key] = node
         return node
 
     def _doubt(self, parent: Node) -> None:
         """The draft model is about to say what follows `parent`. What others said counts for less then, with all below it."""
         for child in parent.children.values():
-            less = math.log(BESIDE_MODEL.get(child.source, 1.0))
-            child.logp += less
+            if child.named > 0:
+                continue
+            logp = parent.logp + (log(child.beside) if child.beside > LEAST else LEAST_LOG)
+            less, child.logp = logp - child.logp, logp
             for below in self._below(child):
-                below.logp += less
+                assert below.parent is not None
+                below.logp = min(below.logp + less, below.parent.logp)  # never likelier than its parent, though sums are rounded
         self._open = None
 
     def _raise(self, node: Node, logp: float) -> None:

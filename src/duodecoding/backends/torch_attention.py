@@ -22,7 +22,7 @@ SPLIT = 256  # positions of a split at first, folded by one program of `_partial
 SPLITS = 65_536  # positions of all key heads from which on a split has twice as many, and from four times this on four times
 ALL = 1 << 16  # splits, more than there are
 WIDEST = 64  # (row, query head) pairs of one program of `_partial`
-LINES = 8  # lines of the table at work at once, for each key head; trees seldom have more
+LINES = 8  # programs, for each key head, that share out the blocks of the table's lines; trees seldom have more lines
 SHORT = 1024  # slots up to which a single row's blocks are spread over as many programs as there are
 LARGE_HEADS = 168_000  # bytes for attention with heads of 256 numbers and three loads under way
 LOG2E = 1.4426950408889634
@@ -111,7 +111,7 @@ def _partial(  # type: ignore[no-untyped-def]
     LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of one key head, M of the (row, query head) pairs: either one split of the blocks before the pass, folded into a part for
-    each pair; or a block of a line of the table, along its path, a part for each pair."""
+    each pair; or every LINES-th block of the table's lines, along their paths, a part for each pair."""
     head, job = tl.program_id(0), tl.program_id(1)
     keys += head.to(tl.int64) * head_stride
     values += head.to(tl.int64) * head_stride

@@ -191,7 +191,8 @@ class Study:
         """Who guesses without a model, through a whole session."""
         alone = self.draft is None
         lookup = LookupDrafter() if self.lookup and (setup.lookup or alone) else None
-        recycling = RecyclingDrafter() if self.lookup and self.recycling and (setup.recycling or alone) else None
+        recycles = self.lookup and self.recycling and (setup.recycling or alone)
+        recycling = RecyclingDrafter(noisy=self.bridge is None) if recycles else None
         records = [*([lookup.record] if lookup else []), *(recycling.records if recycling else [])]
         for record in records if not setup.calibrates else []:
             record.freeze()

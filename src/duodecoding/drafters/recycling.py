@@ -64,7 +64,9 @@ class Table:
 
 
 class RecyclingDrafter:
-    def __init__(self) -> None:
+    def __init__(self, *, noisy: bool = True) -> None:
+        """`noisy`: the draft model adds the noise of an answer at a temperature to what it says, as all but bridged ones do."""
+        self._noisy = noisy
         self._pairs, self._singles = Table(trust=0.8), Table(trust=0.5)
         self._before = self._last = NOTHING
         self._position = 0  # of the next token
@@ -105,7 +107,7 @@ class RecyclingDrafter:
             node = tree.find(parent)
             if node is not None:
                 row = {guess.token: guess.p for guess in islice(guesses, SUCCESSORS)}
-                if self._luck is not None:
+                if self._luck is not None and self._noisy:
                     row = self._luck.without(row, node.position + 1)
                 before = node.parent.token if node.parent is not None else _before_root(tree)
                 self._pairs.say(before << 20 | node.token, row)
