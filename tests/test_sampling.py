@@ -290,6 +290,14 @@ def test_a_draft_with_the_target_s_logits_guesses_right(row: np.ndarray, params:
     assert sum(probabilities) <= 1.001
 
 
+@pytest.mark.parametrize("top_p", [5e-324, 1e-45, 1e-30])
+def test_a_tiny_top_p_leaves_the_best_token(top_p: float) -> None:
+    """One that is 0 in float32, too."""
+    row = np.array([1.0, 3.0, 2.0], dtype=np.float32)
+    under_test = sampler(3, temperature=2.5, top_p=top_p, seed=3)
+    assert [guess.token for guess in under_test.guesses(row, 7, 2)] == [1] == [under_test.choose(row, 7).token]
+
+
 def test_guesses_leave_probability_to_the_rest() -> None:
     row = np.zeros(1000, np.float32)
     assert sum(guess.p for guess in sampler(1000).guesses(row, 0, 4)) == pytest.approx(0.004, rel=1e-3)

@@ -242,7 +242,7 @@ class Sampler:
         return ids[:k], weights[:k] / (weights.sum() + max(rest, 0) * np.exp(-max(scores[0], 0)))
 
     def _likely(self, ids: Ids, scaled: Row) -> tuple[Ids, Row]:
-        """Top-k, top-p and min-p among the best tokens, as if there were no others."""
+        """Top-k, top-p and min-p among the best tokens, as if there were no others. The best one always stays."""
         params = self.params
         keep = np.ones(ids.size, dtype=bool)
         if params.top_k:
@@ -251,6 +251,7 @@ class Sampler:
             p = np.exp(scaled - scaled[0]) * keep
             p /= p.sum()
             keep &= (np.cumsum(p) - p < params.top_p) & (p >= params.min_p * p[0])
+            keep[0] = True  # a top-p of less than float32 knows is 0 there
         return ids[keep], scaled[keep]
 
     def _penalised(self, logits: Row, path: Sequence[int], ids: Ids | None = None) -> Row:
