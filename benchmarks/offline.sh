@@ -37,8 +37,8 @@ unpack() {
   mkdir -p "$at/kit"
   cat "$at"/part-* | tar xJ -C "$at/kit"
   cmake -S "$at/kit/llama.cpp" -B "$at/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON \
-    -DLLAMA_BUILD_{APP,COMMON,TESTS,EXAMPLES,TOOLS,SERVER}=OFF >"$at/build.log" 2>&1 &&
-    cmake --build "$at/build" >>"$at/build.log" 2>&1 || { tail -20 "$at/build.log" >&2; exit 1; }
+    -DLLAMA_BUILD_{APP,COMMON,TESTS,EXAMPLES,TOOLS,SERVER}=OFF >"$at/build.log"
+  cmake --build "$at/build" >>"$at/build.log"
   # Without the system's C++ library in front, a Python that brings its own crashes when llama.cpp reads a vocabulary.
   cat >"$at/env" <<END
 export PYTHONPATH="$ROOT/src:$at/kit/site" LLAMA_CPP_LIB_PATH="$at/build/bin"
@@ -48,7 +48,7 @@ END
   echo "ready: . $at/env"
 }
 
-case ${1:-} in
-pack | unpack) [ $# -ge 2 ] && "$@" || exit 2 ;;
+case $#:${1:-} in
+[23]:pack | 2:unpack) "$@" ;;
 *) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import errno
 import glob
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from duodecoding.errors import DownloadFailed, DuoError, ModelNotFound, ModelUnreadable, UsageError
 from duodecoding.model_files import (
-    PREFERRED_QUANTS,
     Installed,
     ModelFile,
-    choose,
     from_file,
     gguf_models,
     is_transformers,
-    labels_of,
     missing_parts,
 )
 
+PREFERRED_QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")
+_QUANT = re.compile(r"(?<![A-Z0-9])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32))(?![A-Z0-9_])", re.IGNORECASE)
 _API_SECONDS = 10.0
 _HTTP_LIBRARIES = {"httpx", "httpx2", "httpcore", "httpcore2"}
 
@@ -55,12 +55,42 @@ def _fetch(name: str, repo: str, quant: str | None) -> ModelFile:
         return ModelFile(name, _download(repo, files, sizes).parent, "directory", "hub")
     if not groups:
         raise ModelNotFound(f"{repo} holds no GGUF file", fix=f"Look for a repository named like {repo}-GGUF.")
-    first = choose(groups, quant, repo)
+    first = _choose(groups, quant, repo)
     if first is None:
         what = f"{repo} has no {quant}" if quant else f"{repo} has {len(groups)} models and none is {' or '.join(PREFERRED_QUANTS)}"
-        labels = list(labels_of(groups).values())
+        labels = list(_labels(groups).values())
         raise UsageError(what, f"it has {', '.join(labels)}", f"Name one: {repo}:{labels[0]}")
     return from_file(name, _download(repo, groups[first], sizes), "hub")
+
+
+def _quant(file: str) -> str:
+    """The quantisation that a file name tells, else the name itself."""
+    found = _QUANT.findall(PurePosixPath(file).name)
+    return found[-1] if found else file
+
+
+def _labels(groups: Collection[str]) -> dict[str, str]:
+    """First part -> what to write after the colon to get it: the quantisation if that is unique, else the file name."""
+    quants = [_quant(first) for first in groups]
+    return {first: quant if quants.count(quant) == 1 else first for first, quant in zip(groups, quants, strict=True)}
+
+
+def _matching(groups: Collection[str], quant: str) -> list[str]:
+    exact = [first for first in groups if quant.lower() in {_quant(first).lower(), first.lower()}]
+    word = re.compile(rf"(?<![A-Z0-9]){re.escape(quant)}(?![A-Z0-9_])", re.IGNORECASE)
+    return exact or [first for first in groups if word.search(first)]
+
+
+def _choose(groups: Collection[str], quant: str | None, repo: str) -> str | None:
+    """One of a repository's GGUF models; None if none is of that quantisation."""
+    if quant is None and len(groups) == 1:
+        return next(iter(groups))
+    wanted = (quant,) if quant else PREFERRED_QUANTS
+    found = next((match for each in wanted if (match := _matching(groups, each))), [])
+    if len(found) > 1:
+        what = f"{repo} has {len(found)} files for {quant or _quant(found[0])}"
+        raise UsageError(what, ", ".join(found), f"Name one: {repo}:{found[0]}")
+    return found[0] if found else None
 
 
 def _belongs_to_transformers(file: str) -> bool:
@@ -170,7 +200,7 @@ def _from_cache(name: str, repo: str, quant: str | None) -> ModelFile | None:
         if cached.lower() != repo.lower():
             continue
         groups = _complete(names)
-        first = choose(groups, quant, repo)
+        first = _choose(groups, quant, repo)
         if first is not None:
             return from_file(name, folder / first, "hub")
         weights = [file for file in names if file.endswith(".safetensors")]
@@ -189,7 +219,7 @@ def installed_from_hub() -> dict[str, Installed]:
     found: dict[str, Installed] = {}
     for repo, folder, sizes in _snapshots():
         groups = _complete(sizes)
-        for first, label in labels_of(groups).items():
+        for first, label in _labels(groups).items():
             name = f"{repo}:{label}"
             found.setdefault(name, Installed(name, "hub", folder / first, sum(sizes[part] for part in groups[first])))
     return found

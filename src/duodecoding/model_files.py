@@ -37,9 +37,7 @@ class Installed:
     hint: str = ""
 
 
-PREFERRED_QUANTS = ("Q4_K_M", "Q4_0", "Q8_0")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.(?:gguf|safetensors)$)", re.IGNORECASE)
-_QUANT = re.compile(r"(?<![A-Z0-9])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32))(?![A-Z0-9_])", re.IGNORECASE)
 _NOT_MODELS = ("mmproj", "imatrix")  # GGUF files that accompany a model: image projectors, quantisation statistics
 # Beginnings in lower case -> what the file is, what to do.
 _OTHER_FORMATS = (
@@ -69,36 +67,6 @@ def _parts(name: str) -> tuple[str, ...]:
         return (name,)
     head, tail = name[: match.start()], name[match.end() :]
     return tuple(f"{head}-{number:05d}-of-{match[2]}{tail}" for number in range(1, max(1, int(match[2])) + 1))
-
-
-def _quant(file: str) -> str:
-    """The quantisation that a file name tells, else the name itself."""
-    found = _QUANT.findall(PurePosixPath(file).name)
-    return found[-1] if found else file
-
-
-def labels_of(groups: Collection[str]) -> dict[str, str]:
-    """First part -> what to write after the colon to get it: the quantisation if that is unique, else the file name."""
-    quants = [_quant(first) for first in groups]
-    return {first: quant if quants.count(quant) == 1 else first for first, quant in zip(groups, quants, strict=True)}
-
-
-def _matching(groups: Collection[str], quant: str) -> list[str]:
-    exact = [first for first in groups if quant.lower() in {_quant(first).lower(), first.lower()}]
-    word = re.compile(rf"(?<![A-Z0-9]){re.escape(quant)}(?![A-Z0-9_])", re.IGNORECASE)
-    return exact or [first for first in groups if word.search(first)]
-
-
-def choose(groups: Collection[str], quant: str | None, repo: str) -> str | None:
-    """One of a repository's GGUF models; None if none is of that quantisation."""
-    if quant is None and len(groups) == 1:
-        return next(iter(groups))
-    wanted = (quant,) if quant else PREFERRED_QUANTS
-    found = next((match for each in wanted if (match := _matching(groups, each))), [])
-    if len(found) > 1:
-        what = f"{repo} has {len(found)} files for {quant or _quant(found[0])}"
-        raise UsageError(what, ", ".join(found), f"Name one: {repo}:{found[0]}")
-    return found[0] if found else None
 
 
 def is_transformers(names: Collection[str]) -> bool:

@@ -147,7 +147,7 @@ class TokenTree:
         chance = either(node.named, node.beside) if known else proposal.p
         logp = parent.logp + (log(chance) if chance > LEAST else LEAST_LOG)
         if logp > node.logp + SURER:
-            self._raise(node, logp)
+            self._move(node, logp)
         if surer:
             node.source = proposal.source
         self._also[proposal.key] = node
@@ -156,17 +156,11 @@ class TokenTree:
     def _doubt(self, parent: Node) -> None:
         """The draft model is about to say what follows `parent`. What others said counts for less then, with all below it."""
         for child in parent.children.values():
-            if child.named > 0:
-                continue
-            logp = parent.logp + (log(child.beside) if child.beside > LEAST else LEAST_LOG)
-            less, child.logp = logp - child.logp, logp
-            for below in self._below(child):
-                assert below.parent is not None
-                below.logp = min(below.logp + less, below.parent.logp)  # never likelier than its parent, though sums are rounded
-        self._open = None
+            if child.named == 0:
+                self._move(child, parent.logp + (log(child.beside) if child.beside > LEAST else LEAST_LOG))
 
-    def _raise(self, node: Node, logp: float) -> None:
-        """A node is likelier than was thought, and so is all below it."""
+    def _move(self, node: Node, logp: float) -> None:
+        """A node is likelier or less likely than was thought, and so is all below it."""
         more, node.logp = logp - node.logp, logp
         if node.children:
             for below in self._below(node):
