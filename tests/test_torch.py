@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -878,3 +880,26 @@ def test_a_graph_asks_for_its_memory_before_it_is_captured(monkeypatch: pytest.M
         torch_graphs.demand(200 << 20, CPU)
     assert torch_model.is_out_of_memory(error.value)
     assert "needs 200 MiB more" in str(torch_model.out_of_memory("a pass", error.value))
+
+
+COMPILED = """
+import torch
+from functools import partial
+from torch._dynamo.utils import counters
+from duodecoding.backends.torch_fuse import compile_fused
+
+backend = partial(compile_fused, options={"emulate_precision_casts": True})
+with torch.inference_mode():
+    torch.compile(torch.nn.Linear(8, 8), backend=backend, dynamic=False, fullgraph=True)(torch.zeros(2, 8))
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+def test_the_second_start_finds_what_the_first_one_compiled(tmp_path: Path) -> None:
+    """On disk, through the way our layers are compiled."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = [
+        subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    ]
+    assert found == [["0", "1"], ["1", "0"]]
