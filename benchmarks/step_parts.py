@@ -24,9 +24,9 @@ import common
 import duodecoding
 from duodecoding import backends
 from duodecoding.backends import llamacpp
+from duodecoding.session import Session
 from duodecoding.types import EngineConfig, SamplingParams
 from duodecoding.wire import GrowBestFirst, Open, main_side, worker_side
-from duodecoding.worker import Session
 
 EMBEDDED = Path(duodecoding.__file__).parent / "drafts" / "smollm2-draft.gguf"
 TEXT = "The river rose slowly through the night, and by the morning the lower fields were under water. "

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from workers import PATIENCE, Eager, SlowTarget, acted, engine, eventually, in_process, in_thread, slow, worker_of
 from worlds import World, configs, parameters, said, worlds
 
-from duodecoding import LLM, SamplingParams, worker
+from duodecoding import LLM, SamplingParams, session, worker
 from duodecoding.backends import scripted
 from duodecoding.backends.base import Conversation, Target
 from duodecoding.backends.llamacpp import LlamaTarget
@@ -79,7 +79,7 @@ class Client:
     def _serve(self, theirs: socket.socket, draft: scripted.ScriptedDraft, secret: str) -> None:
         with theirs:
             try:
-                worker.Session(worker_side(theirs), draft).run(secret)
+                session.Session(worker_side(theirs), draft).run(secret)
             except WireError as error:
                 self.error = error
 
@@ -308,7 +308,7 @@ def test_a_worker_that_comes_late_joins_the_running_answer() -> None:
 
     def act(theirs: socket.socket) -> None:
         come.wait(PATIENCE)
-        worker.Session(worker_side(theirs), draft).run()
+        session.Session(worker_side(theirs), draft).run()
 
     with engine(WORLD.target(), acted(act), EngineConfig(mode=Mode.DUO), ready=False) as llm:
         stream = llm.stream(list(WORLD.prompt), PARAMS)

@@ -25,10 +25,10 @@ from duodecoding.drafting import Drafters
 from duodecoding.launch import Launch, Peer, process
 from duodecoding.pace import Pace, guessed_costs
 from duodecoding.remote import BACKOFF, STALL_SECONDS, RemoteDrafter
+from duodecoding.session import Session
 from duodecoding.tree import PassNode
 from duodecoding.types import EngineConfig, SamplingParams
 from duodecoding.wire import VERSION, Message, Ready, WireError, encode, main_side, worker_side
-from duodecoding.worker import Session
 
 ODD_WORKER = Path(__file__).with_name("odd_worker.py")
 PATIENCE = 60.0  # seconds; how long a test waits for what must happen some time

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from math import log
 from operator import attrgetter
 from typing import NamedTuple
@@ -48,18 +47,32 @@ def either(p: float, q: float) -> float:
     return 1 - (1 - p) * (1 - q)
 
 
-@dataclass(slots=True, eq=False)
 class Node:
-    key: int
-    parent: Node | None
-    token: int
-    logp: float  # of the path from the root that was current when the node came
-    position: int  # index of the token in the context
-    source: Source
-    named: float = 0.0  # its chance if its parent is right, by the draft model alone
-    beside: float = 0.0  # and by the surest of the others, where the model has spoken
-    expanded: bool = field(default=False, init=False)  # it is made quicker so
-    children: dict[int, Node] = field(default_factory=dict, init=False)
+    """One guess. A plain class rather than a dataclass: compiled, its fields are those of a struct."""
+
+    __slots__ = ("beside", "children", "expanded", "key", "logp", "named", "parent", "position", "source", "token")
+
+    def __init__(
+        self,
+        key: int,
+        parent: Node | None,
+        token: int,
+        logp: float,
+        position: int,
+        source: Source,
+        named: float = 0.0,
+        beside: float = 0.0,
+    ) -> None:
+        self.key = key
+        self.parent = parent
+        self.token = token
+        self.logp = logp  # of the path from the root that was current when the node came
+        self.position = position  # index of the token in the context
+        self.source = source
+        self.named = named  # its chance if its parent is right, by the draft model alone
+        self.beside = beside  # and by the surest of the others, where the model has spoken
+        self.expanded = False
+        self.children: dict[int, Node] = {}
 
     def path(self, root: Node) -> list[int]:
         """Tokens from just below `root` down to this node."""

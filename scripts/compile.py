@@ -1,0 +1,50 @@
+"""Compiles what runs between two passes of the target and between two steps of the draft: the same Python, through mypyc, as C.
+
+    python scripts/compile.py DIR
+
+DIR becomes a package root with everything in src/ and, beside the sources, the compiled modules, which Python prefers. Takes about
+a minute. A wheel built with DUO_COMPILE=1 has the same modules (build_hook.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+NEEDS = ("mypy>=2.0", "setuptools", "numpy>=2.0", "msgspec>=0.20")  # beside a C compiler; the last two for their types
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "src"
+# Not worker.py, which `python -m` starts, nor wire.py, whose records msgspec makes; nothing that users subclass.
+MODULES = (
+    "tree", "sampling", "costs", "planner", "trace", "core",
+    "drafters.record", "drafters.automaton", "drafters.lookup", "drafters.recycling",
+    "drafters.growth", "drafters.model", "drafters.bridge",
+    "session", "remote", "drafting", "realtime", "virtual",
+)  # fmt: skip
+
+
+def compile_into(folder: Path) -> list[Path]:
+    """Build the modules in a copy of the sources at `folder`. Returns the compiled files, relative to it."""
+    shutil.copytree(SOURCES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info"))
+    files = [str(Path("duodecoding", *module.split(".")).with_suffix(".py")) for module in MODULES]
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "mypyc", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", cache, *files]
+        environment = {"MYPYC_DEBUG_LEVEL": "0", **os.environ, "MYPYPATH": "", "PYTHONPATH": ""}
+        done = subprocess.run(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    shutil.rmtree(folder / "build", ignore_errors=True)
+    if done.returncode:
+        sys.exit(f"error: mypyc failed\n{(done.stdout + done.stderr)[-4000:]}")
+    return sorted(path.relative_to(folder) for path in folder.rglob("*.so"))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit((__doc__ or "").partition("\n\n")[2])
+    for file in compile_into(Path(sys.argv[1]).resolve()):
+        print(file)
