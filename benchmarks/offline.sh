@@ -27,7 +27,7 @@ pack() {
   (cd "$source/vendor/llama.cpp" && cp -r CMakeLists.txt cmake ggml src include common vendor licenses "$kit/all/llama.cpp/")
   for wheel in "$kit"/fetched/*.whl; do "$PY" -m zipfile -e "$wheel" "$kit/all/site"; done
   cp "$("$PY" -c 'from duodecoding.models import resolve; print(resolve("smollm2-135m").path)')" "$kit/all/model.gguf"
-  if command -v "python$python" >/dev/null; then
+  if "python$python" -c "" 2>/dev/null; then
     "python$python" -m venv "$kit/venv"
     "$kit/venv/bin/pip" install -q --disable-pip-version-check -c "$ROOT/constraints.txt" mypy setuptools numpy msgspec
     "$kit/venv/bin/python" "$ROOT/scripts/compile.py" "$kit/all/compiled"
