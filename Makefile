@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check equality torch install clean
+.PHONY: help demo test lint check equality compiled torch install clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -38,13 +38,18 @@ check: $(VENV)/.dev ## the fast tests alone, stopping at the first failure
 equality: $(VENV)/.dev ## the whole equality suite with real models (minutes)
 	@$(PY) -m pytest tests/equality -m slow
 
+compiled: $(VENV)/.dev ## compile what runs between two passes (into .compiled), and run the tests with it
+	@rm -rf .compiled
+	@$(PY) scripts/compile.py .compiled
+	@PYTHONPATH=$(CURDIR)/.compiled $(PY) -m pytest
+
 torch: $(VENV)/.torch ## install torch (the CPU is enough) and test its backend
 	@$(PY) -m pytest -q tests/test_torch.py tests/test_rig.py
 
 install: $(VENV)/.dev ## the environment only
 
 clean: ## remove .venv and caches (pip keeps its compiled llama.cpp)
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) .compiled .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: a second run does nothing, a changed pyproject.toml or constraints.txt installs again.

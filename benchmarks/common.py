@@ -23,6 +23,7 @@ def machine() -> dict[str, Any]:
         "cores": _cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
+        "own code": _own_code(),
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
 
@@ -33,6 +34,14 @@ def _cores() -> int | None:
     except ImportError:  # a machine that runs torch only
         return os.cpu_count()
     return physical_cores()
+
+
+def _own_code() -> str | None:
+    try:
+        from duodecoding.cli.machine import own_code
+    except ImportError:
+        return None
+    return own_code()
 
 
 def _cpu_model() -> str:

@@ -9,7 +9,7 @@ import pytest
 import tinymodels
 from hypothesis import HealthCheck, settings
 
-from duodecoding import models
+from duodecoding import machine, models
 from duodecoding.backends import load_target
 from duodecoding.backends.llamacpp import LlamaTarget
 from duodecoding.types import EngineConfig
@@ -20,6 +20,13 @@ SMALL = EngineConfig(ctx_size=1024, threads=1)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=3000)
 settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if machine.compiled():
+        for item in items:
+            if item.get_closest_marker("sources"):
+                item.add_marker(pytest.mark.skip(reason="the modules are compiled"))
 
 
 @pytest.fixture(scope="session")

@@ -279,6 +279,7 @@ def worlds_where_answers_differ(rule: Walk, monkeypatch: pytest.MonkeyPatch, *, 
     return different
 
 
+@pytest.mark.sources
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_wrong_acceptance_rule_changes_the_answer(mutant: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     assert worlds_where_answers_differ(mutant, monkeypatch) > 0
@@ -288,6 +289,7 @@ def test_the_right_acceptance_rule_does_not(monkeypatch: pytest.MonkeyPatch) -> 
     assert worlds_where_answers_differ(walk, monkeypatch) == 0
 
 
+@pytest.mark.sources
 @pytest.mark.parametrize("mutant", [accepts_a_sibling, ignores_the_parent, does_not_check_the_first, takes_the_draft_s_token])
 def test_the_scripted_target_notices_too(mutant: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     assert worlds_where_answers_differ(mutant, monkeypatch, strict=True) > 0
@@ -452,6 +454,7 @@ def test_what_is_never_of_use_is_looked_for_less_often() -> None:
     assert core.looking, "a pass over guesses, right or wrong, and all is as in the beginning"
 
 
+@pytest.mark.sources
 def test_a_pass_that_runs_is_time_to_look_up_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = load_profile("h200-7b")
     looked: list[int] = []

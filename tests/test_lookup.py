@@ -206,6 +206,7 @@ class Fate(Luck):
         return 1e-12 if token in self.unlucky else 0.999
 
 
+@pytest.mark.sources
 def test_at_a_temperature_a_chain_ends_where_luck_does() -> None:
     """The token without luck is judged all the same: else only lucky ones were, and all would seem likelier than they are."""
     fate, drafter, twin = Fate({5}), LookupDrafter(), lookup(1, 2, 3, 4, 5, 6, 9, 1, 2)
@@ -226,6 +227,7 @@ def test_a_new_conversation_forgets_the_last_one() -> None:
     assert drafter.guess() == []
 
 
+@pytest.mark.sources
 def test_in_haste_the_last_tokens_stay_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = lookup(*range(1, 9))
     drafter.guess()
@@ -249,6 +251,7 @@ def test_in_haste_what_nothing_follows_is_read(unread: list[int]) -> None:
     assert hasty.guess(in_haste=True) == other.guess()
 
 
+@pytest.mark.sources
 def test_the_next_turn_of_a_conversation_reads_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = lookup(1, 2, 3)
     drafter.commit([4, 5])

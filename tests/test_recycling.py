@@ -138,6 +138,7 @@ class Fixed(Luck):
         return self.u
 
 
+@pytest.mark.sources
 def test_at_a_temperature_scores_are_judged_with_their_luck() -> None:
     """The more luck a token had, the surer was the guess that is judged."""
     kinds = []
@@ -153,6 +154,7 @@ def test_at_a_temperature_scores_are_judged_with_their_luck() -> None:
     assert min(kinds[0]) > max(kinds[1])
 
 
+@pytest.mark.sources
 def test_at_a_temperature_a_guess_below_a_guess_has_the_luck_of_its_own_place() -> None:
     luck, drafter, tree = Fixed(0.9), RecyclingDrafter(), TokenTree([1, 2])
     drafter.open([1, 2], luck)

@@ -1,4 +1,4 @@
-"""This machine: its processor, and where we keep things between starts."""
+"""This machine: its processor, where we keep things between starts, and in which form our own code runs on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import platform
 import sys
 from pathlib import Path
+
+from duodecoding import tree
 
 CACHE_VARIABLE = "DUO_CACHE"
 
@@ -20,6 +22,11 @@ def cache_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "duodecoding"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duodecoding"
+
+
+def compiled() -> bool:
+    """Does what runs between two passes run as C (scripts/compile.py), not as Python?"""
+    return not str(tree.__file__).endswith(".py")
 
 
 def cpu(*fields: str) -> str:

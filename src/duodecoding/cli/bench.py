@@ -148,10 +148,10 @@ def known_mode(name: str) -> Mode:
 
 def about(machine: dict[str, Any]) -> dict[str, Any]:
     """What every result carries: the machine and the commit."""
-    from duodecoding.cli.machine import versions
+    from duodecoding.cli.machine import own_code, versions
 
     used = {name: version for name, version in versions().items() if version is not None and name != "python"}
-    return {"commit": commit(), "machine": {**machine, "python": platform.python_version(), **used}}
+    return {"commit": commit(), "machine": {**machine, "python": platform.python_version(), "own code": own_code(), **used}}
 
 
 def commit() -> str:

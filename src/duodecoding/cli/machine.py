@@ -45,6 +45,13 @@ def cores() -> dict[str, int]:
     return {"physical": physical_cores(), "logical": logical, "allowed": allowed}
 
 
+def own_code() -> str:
+    """How the engine's own modules run: "compiled" or "interpreted"."""
+    from duodecoding import machine
+
+    return "compiled" if machine.compiled() else "interpreted"
+
+
 def draft_engine() -> dict[str, str]:
     """Who runs drafts here: "native", or "llamacpp" and `why`."""
     from duodecoding.backends import native
