@@ -1,4 +1,4 @@
-"""With DUO_COMPILE=1 in the environment a wheel carries the modules of compile.py as C, too. It then fits one Python and one
+"""With DUO_BUILD_C=1 in the environment a wheel carries the modules of compile.py as C, too. It then fits one Python and one
 platform; without, it fits all."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 sys.path.insert(0, str(Path(__file__).parent))
 from compile import NEEDS, compile_into
 
-WANTED = os.environ.get("DUO_COMPILE", "") not in {"", "0"}
+WANTED = os.environ.get("DUO_BUILD_C", "") not in {"", "0"}
 
 
 class CompileHook(BuildHookInterface):  # type: ignore[type-arg]

@@ -3,7 +3,7 @@
     python scripts/compile.py DIR
 
 DIR becomes a package root with everything in src/ and, beside the sources, the compiled modules, which Python prefers. Takes about
-a minute. A wheel built with DUO_COMPILE=1 has the same modules (build_hook.py).
+a minute. A wheel built with DUO_BUILD_C=1 has the same modules (build_hook.py).
 """
 
 from __future__ import annotations
