@@ -12,12 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
 NEEDS = ("mypy>=2.0", "setuptools", "numpy>=2.0", "msgspec>=0.20")  # beside a C compiler; the last two for their types
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src"
+HEADERS = Path(sysconfig.get_path("include"), "Python.h")
 # Not worker.py, which `python -m` starts, nor wire.py, whose records msgspec makes; nothing that users subclass.
 MODULES = (
     "tree", "sampling", "costs", "planner", "trace", "core",
@@ -29,14 +31,14 @@ MODULES = (
 
 def compile_into(folder: Path) -> list[Path]:
     """Build the modules in a copy of the sources at `folder`. Returns the compiled files, relative to it."""
+    if not HEADERS.exists():
+        sys.exit(f"error: {HEADERS} is missing\nInstall the headers of this Python (Debian, Ubuntu: apt install python3-dev).")
     shutil.copytree(SOURCES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info"))
     files = [str(Path("duodecoding", *module.split(".")).with_suffix(".py")) for module in MODULES]
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "mypyc", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", cache, *files]
         environment = {"MYPYC_DEBUG_LEVEL": "0", **os.environ, "MYPYPATH": "", "PYTHONPATH": ""}
-        done = subprocess.run(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     shutil.rmtree(folder / "build", ignore_errors=True)
     if done.returncode:
         sys.exit(f"error: mypyc failed\n{(done.stdout + done.stderr)[-4000:]}")

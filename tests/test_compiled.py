@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,9 @@ with LLM("smollm2-135m", draft="smollm2-draft", mode=sys.argv[1], threads=1) as 
 pytestmark = [
     pytest.mark.sources,
     pytest.mark.skipif(machine.compiled(), reason="they are compiled already"),
+    pytest.mark.skipif(
+        not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="the headers of this Python are not installed"
+    ),
     pytest.mark.timeout(600),
 ]
 
