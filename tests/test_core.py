@@ -439,6 +439,20 @@ def test_nobody_waits_for_guesses_behind_the_answers_end(left: int, waits: bool)
     assert isinstance(found, Wait if waits else Verify)
 
 
+@pytest.mark.parametrize(("foreseen", "step", "waits"), [(False, 4e-4, True), (True, 4e-4, False), (False, 3e-3, False)])
+def test_copies_below_a_surprise_are_believed_by_half(foreseen: bool, step: float, waits: bool) -> None:
+    """A chain was copied below the root, or below a token that the model has named; the model is about to say what follows there. A
+    pass takes 18 ms."""
+    params, costs = SamplingParams(max_tokens=50, ignore_eos=True), load_profile("h200-32b")
+    core = DuoCore([1, 2], params, EngineConfig(mode=Mode.DUO), context=4096, costs=costs)
+    above = 1 if foreseen else -1
+    if foreseen:
+        core.nodes_arrived([Proposal(1, -1, 7, 0.99, Source.MODEL)])
+    core.nodes_arrived([Proposal(10 + i, above if i == 0 else 9 + i, 20 + i, 0.9, Source.LOOKUP) for i in range(6)])
+    found = core.step(Outlook(next_in=step, expanding=(above,), step=step))
+    assert isinstance(found, Wait if waits else Verify)
+
+
 def test_what_is_never_of_use_is_looked_for_less_often() -> None:
     core = DuoCore([1, 2], SamplingParams(max_tokens=100), EngineConfig(mode=Mode.DUO), context=1000)
     looked = []

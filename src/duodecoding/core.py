@@ -21,6 +21,7 @@ from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, 
 
 FIRST_COVERAGE = 0.8  # chance that a node's guessed children hold the right token, before anything is known
 COVERAGE_RATE = 0.05
+UNFORESEEN = 0.5  # of what guesses promise that no model made, below a token that the draft has not expanded: about so much comes
 PRICES_HOLD = 32  # rounds
 RESTLESS, LOOKS_EVERY = 12, 4  # rounds
 
@@ -223,11 +224,12 @@ class DuoCore:
             delay += outlook.step
         last = self.tree.position + self._room - 1  # of the answer: guesses behind it are of no use, however likely
         coming = [node for node in coming if node.position < last]
+        worth = 1.0 if self.tree.root.expanded else UNFORESEEN  # of guesses that are there
         chances = self.tree.probabilities
-        free = [sum(chances(list(leaf.children.values()))) for leaf in coming]  # guessed already, by others than the draft
+        free = [worth * sum(chances(list(leaf.children.values()))) for leaf in coming]  # guessed already, by others than the draft
         more = sum(max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True))
         now, then = self._prices()[1 + len(nodes)], self._prices()[1 + len(nodes) + 2 * len(coming)]
-        return delay if worth_waiting(expected, now, more, then, delay) else None
+        return delay if worth_waiting(worth * expected, now, more, then, delay) else None
 
     def all_dead(self, leaves: Sequence[int]) -> bool:
         """Is a draft step on these leaves of no use any more?"""
