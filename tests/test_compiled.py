@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,11 +34,21 @@ pytestmark = [
 ]
 
 
-def python(arguments: Sequence[str], root: Path | None = None, **environment: str) -> str:
+# Where pip builds a wheel, what that needs is on the path of its own process alone.
+AS_PIP_DOES = """
+import runpy, sys
+script, folder, *paths = sys.argv[1:]
+sys.path += paths
+sys.argv = [script, folder]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def python(arguments: Sequence[str], root: Path | None = None, *, executable: str = sys.executable, **environment: str) -> str:
     """What a Python says that takes the modules from `root`; else from where this one does."""
     path = {"PYTHONPATH": str(root)} if root is not None else {}
     done = subprocess.run(
-        [sys.executable, *arguments], env={**os.environ, **path, **environment}, capture_output=True, text=True, check=False
+        [executable, *arguments], env={**os.environ, **path, **environment}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -47,7 +58,10 @@ def python(arguments: Sequence[str], root: Path | None = None, **environment: st
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without optimisation: what it computes is the same, and it is there in half the time."""
     folder = tmp_path_factory.mktemp("compiled")
-    said = python([str(SCRIPT), str(folder)], MYPYC_OPT_LEVEL="0").splitlines()
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    bare = str(getattr(sys, "_base_executable", sys.executable))  # it does not see this environment's packages
+    arguments = ["-c", AS_PIP_DOES, str(SCRIPT), str(folder), *paths]
+    said = python(arguments, executable=bare, MYPYC_OPT_LEVEL="0").splitlines()
     assert any(line.startswith("duodecoding/realtime.") for line in said)
     return folder
 
@@ -57,6 +71,17 @@ def test_answers_are_the_same(root: Path, mode: str) -> None:
     mine, plain = python(["-c", ANSWER, mode]), python(["-c", ANSWER, "off"])
     assert mine == plain
     assert python(["-c", ANSWER, mode], root) == plain.replace("False", "True")
+
+
+@pytest.mark.slow
+def test_a_wheel_has_them(tmp_path: Path) -> None:
+    """As the README says, with nothing but what pip fetches for the build."""
+    python(["-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(HERE.parent)], DUO_BUILD_C="1", MYPYC_OPT_LEVEL="0")
+    [wheel] = tmp_path.glob("*.whl")
+    assert not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "root")
+    assert python(["-c", ANSWER, "duo"], tmp_path / "root") == python(["-c", ANSWER, "off"]).replace("False", "True")
 
 
 def test_what_must_hold_holds(root: Path) -> None:
