@@ -31,6 +31,8 @@ pack() {
     "python$python" -m venv "$kit/venv"
     "$kit/venv/bin/pip" install -q --disable-pip-version-check -c "$ROOT/constraints.txt" mypy setuptools numpy msgspec
     "$kit/venv/bin/python" "$ROOT/scripts/compile.py" "$kit/all/compiled"
+  else
+    echo "python$python does not run here, so our own modules go as Python, not compiled" >&2
   fi
   rm -f "$to"/part-*
   tar c -C "$kit/all" . | xz -T0 -1 | split -b 50000000 - "$to/part-"
