@@ -13,7 +13,7 @@ import numpy as np
 
 from duodecoding import SamplingParams, models
 from duodecoding.backends import load_target
-from duodecoding.backends.llamacpp import LlamaTarget
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.sampling import Sampler, largest
 from duodecoding.tree import ROOT
 from duodecoding.types import EngineConfig

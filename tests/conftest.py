@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from duodecoding import machine, models
 from duodecoding.backends import load_target
-from duodecoding.backends.llamacpp import LlamaTarget
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.types import EngineConfig
 
 # One thread: two that wait for each other on a busy machine are many times slower, and no result depends on their number.

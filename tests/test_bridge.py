@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from worlds import parameters, said
 
 from duodecoding import LLM, EngineConfig, Mode, SamplingParams
-from duodecoding.backends.llamacpp import LlamaTarget
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.backends.scripted import ScriptedDraft, ScriptedTarget
 from duodecoding.drafters.bridge import BridgeDrafter, cut, whole_characters
 from duodecoding.drafters.growth import BestFirst

@@ -13,7 +13,7 @@ from worlds import SPECULATIVE, configs
 
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends import scripted
-from duodecoding.backends.llamacpp import LlamaTarget
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.drafting import Drafters

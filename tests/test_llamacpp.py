@@ -16,8 +16,9 @@ import tinymodels
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends import load_draft, load_target, read_vocabulary, scripted
 from duodecoding.backends.base import Leaf, Target
-from duodecoding.backends.llamacpp import MAX_SEQUENCES, LlamaTarget, paths_of
+from duodecoding.backends.llamacpp import MAX_SEQUENCES
 from duodecoding.backends.llamacpp_draft import DRAFT_SEQUENCES, LlamaDraft
+from duodecoding.backends.llamacpp_target import LlamaTarget, paths_of
 from duodecoding.core import walk
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter

@@ -13,6 +13,7 @@ from worlds import World, configs, parameters, said, worlds
 
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends import llamacpp, scripted
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.errors import BackendMissing, ContextOverflow, DuoError, ModelUnreadable, UsageError
 from duodecoding.types import EngineConfig, Mode, Source
 
@@ -247,8 +248,8 @@ def test_two_in_one_process(model_path: Path, random_draft: Path) -> None:
 def test_what_loading_left_behind_is_not_searched_for_garbage_in_an_answer(model_path: Path) -> None:
     """With torch that takes half a second, and came in the midst of passes."""
 
-    def beside(path: Path, config: EngineConfig, progress: object) -> llamacpp.LlamaTarget:
-        target = llamacpp.LlamaTarget(llamacpp.LlamaModel(path), context=256, threads=1)
+    def beside(path: Path, config: EngineConfig, progress: object) -> LlamaTarget:
+        target = LlamaTarget(llamacpp.LlamaModel(path), context=256, threads=1)
         target.overlaps = True
         return target
 

@@ -12,7 +12,7 @@ from worlds import World, configs, parameters, worlds
 
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends.base import Target
-from duodecoding.backends.llamacpp import LlamaTarget
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafting import Drafters
 from duodecoding.errors import UsageError

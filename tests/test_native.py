@@ -25,8 +25,8 @@ from duodecoding import launch, machine, models, virtual, worker
 from duodecoding.backends import compiled, load_draft, load_target, native, native_draft
 from duodecoding.backends.base import Draft, Leaf, QuickDraft
 from duodecoding.backends.gguf_file import GgufFile
-from duodecoding.backends.llamacpp import LlamaTarget
 from duodecoding.backends.llamacpp_draft import LlamaDraft
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.backends.native_draft import NativeDraft
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends import load_target
 from duodecoding.backends.base import Target
-from duodecoding.backends.llamacpp import LlamaTarget
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.backends.shelf import WORTH, Shelf
 from duodecoding.drafting import Drafters
 from duodecoding.types import EngineConfig, Mode

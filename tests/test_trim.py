@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends import load_draft, load_target, read_vocabulary
 from duodecoding.backends.base import Leaf
-from duodecoding.backends.llamacpp import LlamaTarget
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.backends.trim import TOKEN_IDS, VOCABULARY, Trim, read_trim, vocabulary_hash
 from duodecoding.bench.pair import ranks
 from duodecoding.distill import export

@@ -26,7 +26,7 @@ from worlds import World, configs, parameters, said, worlds
 from duodecoding import LLM, SamplingParams, session, worker
 from duodecoding.backends import scripted
 from duodecoding.backends.base import Conversation, Target
-from duodecoding.backends.llamacpp import LlamaTarget
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.cli.main import main as cli
 from duodecoding.core import Choose
 from duodecoding.drafters.growth import BestFirst

@@ -57,9 +57,11 @@ def load_target(path: Path, config: EngineConfig, progress: Progress = lambda wh
         build = "CMAKE_ARGS=-DGGML_CUDA=on pip install --no-cache-dir --force-reinstall llama-cpp-python"
         fix = f"Leave out --gpu-layers, or build it with a GPU: {build}"
         raise BackendMissing("layers were to go to a GPU", why, fix)
+    from duodecoding.backends.llamacpp_target import LlamaTarget
+
     model = llamacpp.LlamaModel(path, gpu_layers=config.gpu_layers)
     keep = config.keep_mb * 1_000_000
-    return llamacpp.LlamaTarget(model, context=config.ctx_size, threads=config.threads, keep_bytes=keep)
+    return LlamaTarget(model, context=config.ctx_size, threads=config.threads, keep_bytes=keep)
 
 
 def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draft:
