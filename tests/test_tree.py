@@ -330,6 +330,15 @@ def test_frontier_asks_for_the_root_first() -> None:
     assert keys(tree.frontier(5)) == [2]
 
 
+def test_a_guess_that_nobody_believes_in_is_found_once() -> None:
+    """What the model says about its brother puts it where it was: at the least probability there is."""
+    tree = TokenTree([9, 9])
+    tree.frontier(0)
+    tree.add(guess(1, -1, 5, p=0.0))
+    tree.add(guess(2, -1, 6, p=0.0))
+    assert keys(tree.frontier(5)) == [-1, 1, 2]
+
+
 def test_likeliest_path_goes_down_by_the_best_child() -> None:
     tree = tree_of(guess(1, -1, 0, 0.6), guess(2, -1, 1, 0.4), guess(3, 1, 2, 0.1), guess(4, 2, 3, 0.9), guess(5, 1, 4, 0.3))
     assert keys(tree.likeliest_path(9)) == [1, 5]

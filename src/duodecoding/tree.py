@@ -174,6 +174,8 @@ class TokenTree:
 
     def _move(self, node: Node, logp: float) -> None:
         """A node is likelier or less likely than was thought, and so is all below it."""
+        if logp == node.logp:  # it has its place in the heap already
+            return
         more, node.logp = logp - node.logp, logp
         if node.children:
             for below in self._below(node):
