@@ -38,10 +38,11 @@ check: $(VENV)/.dev ## the fast tests alone, stopping at the first failure
 equality: $(VENV)/.dev ## the whole equality suite with real models (minutes)
 	@$(PY) -m pytest tests/equality -m slow
 
-compiled: $(VENV)/.dev ## compile what runs between two passes (into .compiled), and run the tests with it
+compiled: $(VENV)/.dev ## compile what runs between two passes (into .compiled, and into a wheel), and run the tests with it
 	@rm -rf .compiled
 	@$(PY) scripts/compile.py .compiled
 	@PYTHONPATH=$(CURDIR)/.compiled $(PY) -m pytest
+	@$(PY) -m pytest -q tests/test_compiled.py -m slow
 
 torch: $(VENV)/.torch ## install torch (the CPU is enough) and test its backend
 	@$(PY) -m pytest -q tests/test_torch.py tests/test_rig.py
