@@ -34,6 +34,7 @@ pack() {
   else
     echo "python$python does not run here, so our own modules go as Python, not compiled" >&2
   fi
+  git -C "$ROOT" describe --always --dirty=+ '--exclude=*' >"$kit/all/commit"
   rm -f "$to"/part-*
   tar c -C "$kit/all" . | xz -T0 -1 | split -b 50000000 - "$to/part-"
   ls -l "$to"/part-*
@@ -53,6 +54,7 @@ unpack() {
   cat >"$at/env" <<END
 export PYTHONPATH="$src:$at/kit/site" LLAMA_CPP_LIB_PATH="$at/build/bin"
 export LD_PRELOAD=$(/sbin/ldconfig -p | awk '/libstdc\+\+\.so\.6 .*x86-64/ {print $NF; exit}')
+export BENCHMARK_COMMIT="$(<"$at/kit/commit")"
 export MODEL="$at/kit/model.gguf" DRAFT="$src/duodecoding/drafts/smollm2-draft.gguf"
 END
   echo "ready: . $at/env"
