@@ -68,8 +68,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sampled-per-task", type=int, default=0, help="for all modes at a temperature over 0; 0: like --per-task")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--tune", type=int, default=0, help="questions for the best settings of chain and serial")
-    parser.add_argument("--chain", type=int, default=0, help="length of a chain, found elsewhere (duo simulate)")
-    parser.add_argument("--serial", default="", help="steps and width of a tree, as in 3x2")
+    parser.add_argument(
+        "--chain", type=int, nargs="+", help="length of a chain, as duo simulate found it, or one for each temperature"
+    )
+    parser.add_argument("--serial", nargs="+", help="steps and width of a tree, as in 3x2, or one for each temperature")
     parser.add_argument("--threads-draft", type=int, default=0, help="0: all cores but one")
     parser.add_argument("--budget-seconds", type=float, default=480.0, help="of this call; nothing begins after it")
     parser.add_argument("--estimate", action="store_true", help="only say how long it would take")
@@ -81,10 +83,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def plan(options: argparse.Namespace, temperature: float) -> Plan:
     """`--chain` and `--serial` count as settings; a draft's threads are those of the worker and of the modes that take turns."""
     given: dict[str, dict[str, int]] = {}
+    place = options.temperatures.index(temperature) if temperature in options.temperatures else 0
     if options.chain:
-        given["chain"] = {"draft_length": options.chain}
+        given["chain"] = {"draft_length": options.chain[min(place, len(options.chain) - 1)]}
     if options.serial:
-        steps, width = map(int, options.serial.split("x"))
+        steps, width = map(int, options.serial[min(place, len(options.serial) - 1)].split("x"))
         given["serial"] = {"draft_length": steps, "draft_width": width}
     config = EngineConfig(
         model=str(options.target), draft=str(options.draft), ctx_size=CONTEXT, gpu_layers=-1, max_nodes=ROWS - 1,

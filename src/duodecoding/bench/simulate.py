@@ -36,8 +36,8 @@ MODES = (*(str(mode) for mode in Mode), FREE)
 EXTRA_MODES = (PEARL,)
 NO_COST = CostCurve({1: 1e-12})
 FREE_STEPS, FREE_WIDTH = 64, 16  # more than a pass can use
-CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
-SERIAL_SHAPES = ((1, 1), (2, 2), (3, 2), (2, 4), (3, 4), (4, 2), (4, 4), (5, 2), (5, 4))  # steps, width
+CHAIN_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10)
+SERIAL_SHAPES = tuple((steps, width) for steps in (2, 3, 4, 5, 6, 8) for width in (2, 4))
 LOCKSTEP_CHAINS = 4
 DUO = EngineConfig(mode=Mode.DUO)  # as shipped
 
