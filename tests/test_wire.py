@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -223,6 +224,26 @@ def test_waiting_ends_with_its_time() -> None:
         theirs.sendall(encode(Pong(3)))
         assert connection.wait(None)
         assert connection.receive() == [Pong(3)]
+
+
+@pytest.mark.parametrize(("timeout", "slept"), [(2.0, [1.0]), (0.5, []), (None, [None])])
+def test_who_is_awake_sleeps_only_for_what_is_left(
+    timeout: float | None, slept: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = 100.0, list[float | None]()
+
+    def poll(fd: int, *, writing: bool, timeout: float | None) -> bool:
+        nonlocal now
+        asked.append(timeout)
+        now += timeout or 0.25
+        return timeout is None  # a message comes while it sleeps
+
+    monkeypatch.setattr(wire, "_poll", poll)
+    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=lambda: now))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert main_side(ours).wait(timeout, awake=1.0) is (timeout is None)
+    assert asked == [0.0] * (2 if timeout == 0.5 else 4) + slept
 
 
 def test_a_closed_connection_says_so() -> None:

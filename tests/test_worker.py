@@ -33,7 +33,7 @@ from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.drafting import Drafters
 from duodecoding.errors import Interrupted, UsageError
-from duodecoding.launch import connect
+from duodecoding.launch import Peer, connect
 from duodecoding.pace import Pace, guessed_costs
 from duodecoding.planner import Switch
 from duodecoding.remote import RemoteDrafter
@@ -48,12 +48,14 @@ from duodecoding.wire import (
     GrowBestFirst,
     GrowChains,
     Hello,
+    Message,
     Nodes,
     Open,
     Ping,
     Pong,
     Ready,
     ToMain,
+    ToWorker,
     WireError,
     encode,
     main_side,
@@ -382,6 +384,78 @@ class Beside(SlowTarget):
 
     def finish(self) -> None:
         self.notes.append("ends")
+
+
+def test_a_worker_that_has_nothing_to_do_is_told_before_the_target() -> None:
+    """Its guesses are waited for. Behind lockstep's barrier that is after every round."""
+    launch = in_thread(WORLD.draft())
+
+    class Settling:
+        def __init__(self, conversation: Conversation) -> None:
+            self._conversation = conversation
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._conversation, name)
+
+        def commit(self, tokens: Sequence[int]) -> None:
+            target.notes.append(f"settles {len(tokens)}")
+            self._conversation.commit(tokens)
+
+    class Settled(Beside):
+        def open(self, prompt: Sequence[int], params: SamplingParams) -> Conversation:
+            return Settling(super().open(prompt, params))  # type: ignore[return-value]
+
+        def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
+            self.notes.append("begins")
+            return self._target.verify([(conversation._conversation, nodes) for conversation, nodes in work])  # type: ignore[attr-defined]
+
+    def overheard() -> Peer:
+        peer = launch()
+        send = peer.connection.send
+
+        def say(message: Message) -> None:
+            if isinstance(message, Commit) and message.tokens:
+                target.notes.append(f"tells {len(message.tokens)}")
+            send(message)
+
+        peer.connection.send = say  # type: ignore[method-assign]
+        return peer
+
+    target = Settled(WORLD.target())
+    with engine(target, overheard, EngineConfig(mode=Mode.LOCKSTEP)) as llm:
+        result = llm.generate(list(WORLD.prompt), PARAMS)
+    rounds = [note.split() for note in target.notes if note.startswith(("tells", "settles"))]
+    assert [what for what, _ in rounds] == ["tells", "settles"] * result.stats.rounds
+    assert all(told[1] == settled[1] for told, settled in zip(rounds[::2], rounds[1::2], strict=True))
+
+
+def test_a_worker_without_work_looks_for_a_message_before_it_sleeps() -> None:
+    ours, theirs = socket.socketpair()
+    waits: list[float] = []
+
+    class Idle(Connection[ToWorker]):
+        """Nothing comes for two turns, then the engine hangs up."""
+
+        def wait(self, timeout: float | None, *, awake: float = 0.0) -> bool:
+            if self.busy:
+                return super().wait(timeout, awake=awake)
+            waits.append(awake)
+            if len(waits) == 3:
+                ours.close()
+            return len(waits) == 3
+
+        busy = True
+
+        def send(self, message: Message) -> None:
+            super().send(message)
+            self.busy = not (isinstance(message, Nodes) and message.done)
+
+    with theirs:
+        main_side(ours).send(Hello(VERSION, "", 24))
+        main_side(ours).send(Open(1, list(WORLD.prompt), PARAMS, CHAIN, 1))
+        with pytest.raises(WireError):
+            session.Session(Idle(theirs, worker_side(theirs)._decoder), WORLD.draft(), awake=0.25).run()
+    assert waits == [0.25, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("mode", BOTH)

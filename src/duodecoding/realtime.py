@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,7 +69,8 @@ def take_turns(
         root = core.tree.position
         choose = begin_pass(target, conversation, work, meter)
         seconds = end_pass(target, meter)
-        gained = target_verdict(core, conversation, work, choose, meter)
+        gained = core.verdict_arrived(work, walk(work.guesses, choose))
+        settle(conversation, work, gained, meter)
         if core.uses_drafts and meter.rounds > 1:  # the first pass read the prompt
             if core.looking:
                 pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
@@ -115,16 +116,8 @@ def end_pass(target: Target, meter: Meter) -> float:
     return seconds
 
 
-def target_verdict(
-    core: DuoCore,
-    conversation: Conversation,
-    work: Verify,
-    choose: Choose,
-    meter: Meter,
-    where: Mapping[tuple[int, int], int] | None = None,
-) -> list[Committed]:
-    """`where`: the `places` of the guesses, found while the pass ran."""
-    gained = core.verdict_arrived(work, walk(work.guesses, choose, where))
+def settle(conversation: Conversation, work: Verify, gained: Sequence[Committed], meter: Meter) -> None:
+    """What the answer gained, to the target; and when."""
     conversation.commit([committed.token for committed in gained])
     now, began, ended = time.perf_counter(), meter.pass_began, meter.pass_ended
     if meter.first_token is None:
@@ -135,7 +128,6 @@ def target_verdict(
         meter.timeline.span(Lane.TARGET, Did.PROMPT, began, ended, tokens=len(conversation.tokens) - len(gained))
     meter.timeline.mark(Lane.TARGET, Did.COMMIT, now, gained=len(gained))
     meter.target_busy += now - ended
-    return gained
 
 
 class Lesson(NamedTuple):
@@ -263,8 +255,10 @@ class Overlap:
             self._take()
         if self._lockstep and meter.rounds > 1:  # the first token waits for nobody
             self._barrier(context, seconds)
-        gained = target_verdict(core, self._conversation, work, choose, meter, where)
+        gained = core.verdict_arrived(work, walk(work.guesses, choose, where))
         self._commit([committed.token for committed in gained])
+        settle(self._conversation, work, gained, meter)
+        self._take()
         began, self._ended = self._ended, time.perf_counter()
         if in_time:
             worth = self._remote.keeps_up or not core.drafting  # a round without a draft says nothing about its worth
@@ -290,21 +284,20 @@ class Overlap:
             self._core.round_took(lesson.gained, lesson.seconds)
 
     def _commit(self, tokens: list[int]) -> None:
-        """Tell a worker at once if it has nothing useful to do (as always behind lockstep's barrier), else when the next pass has
-        begun; then see what it has to say."""
-        core = self._core
+        """Tell a worker at once, before anybody else, if it has nothing useful to do (as always behind lockstep's barrier): what it
+        says is waited for. Else when the next pass has begun."""
+        core, now = self._core, time.monotonic()
         dead = self._remote.interruptible and core.all_dead(self._clock.expanding)
-        if dead:
-            self._note_unfinished()
         self._untold += tokens
-        self._unlearned += tokens
-        if self._free.lookup is not None:
-            self._free.lookup.commit(tokens)
         at_once = dead or self._lockstep or not self._target.overlaps or not self._remote.growing
         if at_once or core.finish_reason is not None:
             self._tell(interrupt=dead)
-        self._clock.committed(time.monotonic(), interrupted=dead)
-        self._take()
+        if dead:
+            self._note_unfinished(now)
+        self._clock.committed(now, interrupted=dead)
+        self._unlearned += tokens
+        if self._free.lookup is not None:
+            self._free.lookup.commit(tokens)
 
     def _tell(self, *, interrupt: bool = False) -> None:
         """What was committed, to the worker."""
@@ -321,9 +314,9 @@ class Overlap:
         if self._free.lookup is not None and self._target.overlaps:
             self._free.lookup.read()
 
-    def _take(self, timeout: float = 0.0) -> bool:
+    def _take(self, timeout: float = 0.0, *, awake: bool = False) -> bool:
         """Guesses that came, into the tree. False: the worker said nothing."""
-        messages = self._remote.poll(timeout)
+        messages = self._remote.poll(timeout, awake=awake)
         for message in messages:
             self._quiet = False
             self._meter.draft_busy += message.seconds
@@ -346,8 +339,8 @@ class Overlap:
                 self._free.recycling.arrived(self._core.tree, guesses)
             self._meter.timeline.span(Lane.DRAFT, Did.STEP, ended - message.seconds, ended, leaves=message.width)
 
-    def _note_unfinished(self) -> None:
-        taken = time.monotonic() - self._began
+    def _note_unfinished(self, now: float) -> None:
+        taken = now - self._began
         self._pace.draft_step_unfinished(len(self._clock.expanding), taken, self._draft_context)
 
     @property
@@ -359,9 +352,9 @@ class Overlap:
 
     def _wait(self, seconds: float) -> None:
         start = time.monotonic()
-        self._quiet = not self._take(WAIT_SLACK * seconds + WAIT_LEAST)
+        self._quiet = not self._take(WAIT_SLACK * seconds + WAIT_LEAST, awake=self._target.overlaps)  # a GPU waits with us
         if self._quiet:
-            self._note_unfinished()
+            self._note_unfinished(time.monotonic())
         self._waited(start)
 
     def _waited(self, start: float) -> None:
@@ -375,7 +368,7 @@ class Overlap:
         end = start + max(BARRIER_LEAST, BARRIER_SLACK * seconds)
         while self._remote.keeps_up and not self._quiet and not self._remote.done_at(root):
             left = end - time.monotonic()
-            self._quiet = left <= 0 or not self._take(left)
+            self._quiet = left <= 0 or not self._take(left, awake=self._target.overlaps)
         self._waited(start)
 
 

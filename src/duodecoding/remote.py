@@ -135,15 +135,15 @@ class RemoteDrafter:
             if interrupt:
                 self._interrupt()
 
-    def poll(self, timeout: float = 0.0) -> list[Nodes]:
-        """What has come for the running answer, waiting up to `timeout` seconds for the first of it."""
+    def poll(self, timeout: float = 0.0, *, awake: bool = False) -> list[Nodes]:
+        """What has come for the running answer, waiting up to `timeout` seconds for the first of it, asleep or awake."""
         end = self._clock() + timeout
         while self._peer is not None:
             found = self._take(self._peer)
             left = end - self._clock()
             if found or left <= 0 or self._peer is None:
                 return found
-            self._wait(self._peer, left)
+            self._wait(self._peer, left, left if awake else 0.0)
         return []
 
     def pause(self) -> None:
@@ -235,9 +235,9 @@ class RemoteDrafter:
         if self._peer is not None and self._peer.flag is not None:
             self._peer.flag[0] = 1
 
-    def _wait(self, peer: Peer, seconds: float) -> None:
+    def _wait(self, peer: Peer, seconds: float, awake: float) -> None:
         try:
-            peer.connection.wait(seconds)
+            peer.connection.wait(seconds, awake=awake)
         except WireError as error:
             self._fail(str(error))
 

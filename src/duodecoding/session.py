@@ -49,11 +49,13 @@ class Session:
         flag: mmap.mmap | None = None,
         alone: Callable[[], bool] = lambda: False,
         bridge: Vocabulary | None = None,
+        awake: float = 0.0,
     ) -> None:
         """`flag`: shared memory through which the engine breaks off a step. `alone`: is there nobody left to draft for, though
-        the connection is open? `bridge`: the target's vocabulary, where it is not the draft's."""
+        the connection is open? `bridge`: the target's vocabulary, where it is not the draft's. `awake`: seconds without work in
+        which a message is looked for again and again."""
         self._connection, self._draft, self._flag, self._alone = connection, draft, flag, alone
-        self._bridge = bridge
+        self._bridge, self._awake = bridge, awake
         if flag is not None:
             draft.stop_on(flag)
         self._answer: int | None = None
@@ -96,9 +98,11 @@ class Session:
         self._connection.send(Failed(why))
 
     def _messages(self, *, wait: bool) -> list[ToWorker]:
-        while wait and not self._connection.wait(LOOK_UP_SECONDS):
+        awake = self._awake
+        while wait and not self._connection.wait(LOOK_UP_SECONDS, awake=awake):
             if self._alone():
                 return [Close()]
+            awake = 0.0
         return self._connection.receive()
 
     def _handle(self, messages: Sequence[ToWorker]) -> bool:

@@ -251,12 +251,17 @@ class Connection(Generic[In]):
         del self._inbox[:start]
         return messages
 
-    def wait(self, timeout: float | None) -> bool:
-        """Until something can be received, or `timeout` seconds have passed. Goes on sending meanwhile."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while self._ended is None and not _poll(self.fileno(), writing=not self.flush(), timeout=timeout):
-            timeout = None if end is None else end - time.monotonic()
-            if timeout is not None and timeout <= 0:
+    def wait(self, timeout: float | None, *, awake: float = 0.0) -> bool:
+        """Until something can be received, or `timeout` seconds have passed. Goes on sending meanwhile. `awake`: looks again and
+        again for so many seconds, and sleeps only then: who has to be woken up hears of a message several times as late."""
+        now = time.monotonic()
+        sleeps, end = now + awake, math.inf if timeout is None else now + timeout
+        while self._ended is None:
+            left = max(0.0, end - now) if now >= sleeps else 0.0
+            if _poll(self.fileno(), writing=not self.flush(), timeout=None if left == math.inf else left):
+                break
+            now = time.monotonic()
+            if now >= end:
                 return False
         return True
 

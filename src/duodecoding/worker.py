@@ -66,7 +66,7 @@ def _serve_one(client: socket.socket, draft: Draft, secret: str) -> None:
     _notice_silence(client)
     connection = worker_side(client)
     try:
-        Session(connection, draft).run(secret)
+        Session(connection, draft, awake=backends.BESIDE_GPU).run(secret)  # the target is not on this CPU
     except WireError:
         pass  # this client is gone; the next one is welcome
     except DuoError as error:
@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft = backends.load_draft(options.draft, config)
         flag = mmap.mmap(options.flag_fd, mmap.PAGESIZE)
         bridge = backends.read_vocabulary(options.bridge) if options.bridge else None
-        Session(connection, draft, flag=flag, alone=lambda: os.getppid() != options.parent, bridge=bridge).run()
+        awake = backends.BESIDE_GPU if options.beside_gpu else 0.0
+        Session(connection, draft, flag=flag, alone=lambda: os.getppid() != options.parent, bridge=bridge, awake=awake).run()
     except WireError:
         return 0  # the engine is gone
     except DuoError as error:
