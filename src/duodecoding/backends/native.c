@@ -46,6 +46,7 @@
 #define WIDEST_HEAD 256
 #define MOST_ANCESTORS 1024
 #define LIKELY 10.0f       /* below the largest logit; what lies deeper has no chance */
+#define CONTENDERS 64     /* of the likely tokens, that guesses are chosen from */
 #define NOTED 2048        /* likely tokens that one thread notes of a row; of more only the better ones */
 #define MOST_THREADS 256
 #define SPINS 4000        /* looks at a flag before the processor is given to somebody else */
@@ -374,10 +375,29 @@ typedef struct {
     float *tree_keys, *tree_values; /* (heads, nodes, head) */
 } layer;
 
+typedef struct { /* how tokens are chosen */
+    float temperature, top_p, min_p;
+    int32_t top_k; /* 0: no limit */
+    uint64_t seed;
+} sampling;
+
+/* What is wanted of the outputs of a step, FEW at most, beside their logits: of each the `k` tokens that will most likely be chosen
+   after it, best first, and how likely; those below its floor are left out, but for the first. */
+typedef struct {
+    sampling how;
+    int32_t k;
+    const int32_t *names; /* ids of the vocabulary outside; NULL: the same */
+    const float *floors;  /* (outputs) */
+    int32_t *ids;         /* (outputs, k) */
+    float *shares;        /* the same */
+    int32_t *counts;      /* (outputs) */
+} guesses;
+
 typedef struct { /* one step's work */
     int rows, outputs, begin, stretches;
     const int32_t *tokens, *positions, *places, *ends, *starts, *ancestors;
     float *logits;
+    const guesses *wanted; /* NULL: none */
 } work;
 
 typedef struct { /* what one thread found in its part of a row of logits */
@@ -781,6 +801,91 @@ static void note(duo_model *m, int me) {
     }
 }
 
+typedef struct {
+    int32_t id;
+    float score;
+} candidate;
+
+static int better(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    return x->score != y->score ? (x->score < y->score ? 1 : -1) : (x->id > y->id) - (x->id < y->id);
+}
+
+static uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return x ^ x >> 31;
+}
+
+/* The noise of a token at a position: the same numbers as in sampling.py. */
+static float gumbel(uint64_t key, uint64_t token) {
+    const uint64_t golden = 0x9E3779B97F4A7C15ull;
+    const double u = ((double)(mix(mix(key) + token * golden) >> 12) + 0.5) * 0x1p-52;
+    return (float)-log(-log(u));
+}
+
+/* The best of what the threads noted of a row, best first. Scores: logits below the largest. Also the sum of e^(score / scale). */
+static int collect(const duo_model *m, int row, int most, float scale, candidate *best, float *total) {
+    float top = NEVER;
+    int count = 0;
+    *total = 0;
+    for (int t = 0; t < m->threads; t++) top = fmaxf(top, m->notes[t][row].most);
+    for (int t = 0; t < m->threads; t++) {
+        const notes *found = &m->notes[t][row];
+        for (int i = 0; i < found->count; i++) {
+            const float score = found->logits[i] - top;
+            *total += expf(score / scale);
+            if (count == most && score <= best[most - 1].score) continue;
+            int at = count < most ? count++ : most - 1;
+            for (; at > 0 && best[at - 1].score < score; at--) best[at] = best[at - 1];
+            best[at] = (candidate){found->ids[i], score};
+        }
+    }
+    return count;
+}
+
+/* With the noise of a position: who is likely to be drawn there, best first. Scores become shares. */
+static int perturb(const sampling *s, const int32_t *names, int position, candidate *best, int count, float total) {
+    const float scale = s->temperature;
+    float head = 0, allowed = 0, before = 0;
+    int kept = 0;
+    if (s->top_k && count > s->top_k) count = s->top_k;
+    for (int i = 0; i < count; i++) best[i].score /= scale, allowed += expf(best[i].score);
+    for (int i = 0; i < count; i++) {
+        const float weight = expf(best[i].score), share = weight / allowed;
+        head += weight;
+        if (i == 0 || ((s->top_p >= 1 || before < s->top_p) && weight >= s->min_p)) best[kept++] = best[i];
+        before += share;
+    }
+    const float rest = s->top_k || s->top_p < 1 || s->min_p > 0 ? 0 : fmaxf(total - head, 0);
+    for (int i = 0; i < kept; i++)
+        best[i].score += gumbel(s->seed * 0x9E3779B97F4A7C15ull + (uint64_t)position, names ? names[best[i].id] : best[i].id);
+    qsort(best, kept, sizeof(candidate), better);
+    const float top = fmaxf(best[0].score, 0);
+    float sum = rest * expf(-top);
+    for (int i = 0; i < kept; i++) best[i].score = expf(best[i].score - top), sum += best[i].score;
+    for (int i = 0; i < kept; i++) best[i].score /= sum;
+    return kept;
+}
+
+/* The guesses behind one output. */
+static void guess(const duo_model *m, int row) {
+    const guesses *g = m->work.wanted;
+    const int greedy = g->how.temperature <= 0, position = m->work.positions[m->work.rows - m->work.outputs + row] + 1;
+    int32_t *ids = g->ids + (size_t)row * g->k, found = 0;
+    float *shares = g->shares + (size_t)row * g->k, total;
+    candidate best[CONTENDERS];
+    int count = collect(m, row, greedy && g->k < CONTENDERS ? g->k : CONTENDERS, greedy ? 1 : g->how.temperature, best, &total);
+    if (!greedy && count) count = perturb(&g->how, g->names, position, best, count, total);
+    for (; found < count && found < g->k; found++) {
+        const float share = greedy ? expf(best[found].score) / total : best[found].score;
+        if (found && share < g->floors[row]) break;
+        ids[found] = g->names ? g->names[best[found].id] : best[found].id;
+        shares[found] = share;
+    }
+    g->counts[row] = found;
+}
+
 static void run(duo_model *m, int me) {
     const work *w = &m->work;
     embed(m, me);
@@ -810,6 +915,9 @@ static void run(duo_model *m, int me) {
     if (w->outputs > FEW) return;
     meet(m, me);
     note(m, me);
+    if (!w->wanted || w->outputs == 1) return; /* of one they are found sooner than threads meet */
+    meet(m, me);
+    for (int row = me; row < w->outputs; row += m->threads) guess(m, row);
 }
 
 /* Threads */
@@ -984,11 +1092,13 @@ static int is_wrong(const duo_model *m, int rows, int outputs, int begin, const 
 
 /* A step over `rows` tokens. `places`: where a row's key goes: its position in the trunk, or context + node. A row sees the trunk
    from `begin` to its end, and the nodes ancestors[starts[row]] to ancestors[starts[row + 1]], itself among them if it is in the
-   tree. Logits (outputs, vocabulary) of the last rows. 0: done, 1: broken off, 2: no memory, 3: not possible. */
+   tree. Logits (outputs, vocabulary) of the last rows, and guesses if they are `wanted`. 0: done, 1: broken off, 2: no memory, 3: not
+   possible. */
 int duo_step(duo_model *m, int rows, int outputs, int begin, const int32_t *tokens, const int32_t *positions, const int32_t *places,
-             const int32_t *ends, const int32_t *starts, const int32_t *ancestors, float *logits) {
+             const int32_t *ends, const int32_t *starts, const int32_t *ancestors, float *logits, const guesses *wanted) {
     int last = 0;
     if (is_wrong(m, rows, outputs, begin, tokens, positions, places, ends, starts, ancestors)) return 3;
+    if (wanted && outside(outputs, FEW + 1)) return 3;
     for (int i = 0; i < rows; i++) last = ends[i] > last ? ends[i] : last;
     const int low = begin / LANES * LANES, stretches = rows > FEW || last <= low ? 1 : (last - low + STRETCH - 1) / STRETCH;
     const size_t needed = (size_t)rows * m->heads * stretches * (2 + m->head);
@@ -998,11 +1108,12 @@ int duo_step(duo_model *m, int rows, int outputs, int begin, const int32_t *toke
         m->parts_room = m->parts ? needed : 0;
         if (!m->parts) return 2;
     }
-    m->work = (work){rows, outputs, begin, stretches, tokens, positions, places, ends, starts, ancestors, logits};
+    m->work = (work){rows, outputs, begin, stretches, tokens, positions, places, ends, starts, ancestors, logits, wanted};
     m->stopped = 0;
     begin_work(m);
     run(m, 0);
     meet(m, 0);
+    if (wanted && outputs == 1 && !m->stopped) guess(m, 0);
     return m->stopped;
 }
 
@@ -1019,100 +1130,4 @@ void duo_keep(duo_model *m, int count, const int32_t *nodes, int position) {
                 uint16_t *values = l->values + ((size_t)h * m->context + at) * m->head;
                 for (int d = 0; d < m->head; d++) keys[(size_t)d * LANES] = to_bf16(k[d]), values[d] = to_bf16(v[d]);
             }
-}
-
-typedef struct {
-    float temperature, top_p, min_p;
-    int32_t top_k; /* 0: no limit */
-    uint64_t seed;
-} sampling;
-
-typedef struct {
-    int32_t id;
-    float score;
-} candidate;
-
-static int better(const void *a, const void *b) {
-    const candidate *x = a, *y = b;
-    return x->score != y->score ? (x->score < y->score ? 1 : -1) : (x->id > y->id) - (x->id < y->id);
-}
-
-static uint64_t mix(uint64_t x) {
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-    return x ^ x >> 31;
-}
-
-/* The noise of a token at a position: the same numbers as in sampling.py. */
-static float gumbel(uint64_t key, uint64_t token) {
-    const uint64_t golden = 0x9E3779B97F4A7C15ull;
-    const double u = ((double)(mix(mix(key) + token * golden) >> 12) + 0.5) * 0x1p-52;
-    return (float)-log(-log(u));
-}
-
-/* The best of what the threads noted of a row, best first. Scores: logits below the largest. Also the sum of e^(score / scale). */
-static int collect(const duo_model *m, int row, int most, float scale, candidate *best, float *total) {
-    float top = NEVER;
-    int count = 0;
-    *total = 0;
-    for (int t = 0; t < m->threads; t++) top = fmaxf(top, m->notes[t][row].most);
-    for (int t = 0; t < m->threads; t++) {
-        const notes *found = &m->notes[t][row];
-        for (int i = 0; i < found->count; i++) {
-            const float score = found->logits[i] - top;
-            *total += expf(score / scale);
-            if (count == most && score <= best[most - 1].score) continue;
-            int at = count < most ? count++ : most - 1;
-            for (; at > 0 && best[at - 1].score < score; at--) best[at] = best[at - 1];
-            best[at] = (candidate){found->ids[i], score};
-        }
-    }
-    return count;
-}
-
-/* With the noise of a position: who is likely to be drawn there, best first. Scores become shares. */
-static int perturb(const sampling *s, const int32_t *names, int position, candidate *best, int count, float total) {
-    const float scale = s->temperature;
-    float head = 0, allowed = 0, before = 0;
-    int kept = 0;
-    if (s->top_k && count > s->top_k) count = s->top_k;
-    for (int i = 0; i < count; i++) best[i].score /= scale, allowed += expf(best[i].score);
-    for (int i = 0; i < count; i++) {
-        const float weight = expf(best[i].score), share = weight / allowed;
-        head += weight;
-        if (i == 0 || ((s->top_p >= 1 || before < s->top_p) && weight >= s->min_p)) best[kept++] = best[i];
-        before += share;
-    }
-    const float rest = s->top_k || s->top_p < 1 || s->min_p > 0 ? 0 : fmaxf(total - head, 0);
-    for (int i = 0; i < kept; i++)
-        best[i].score += gumbel(s->seed * 0x9E3779B97F4A7C15ull + (uint64_t)position, names ? names[best[i].id] : best[i].id);
-    qsort(best, kept, sizeof(candidate), better);
-    const float top = fmaxf(best[0].score, 0);
-    float sum = rest * expf(-top);
-    for (int i = 0; i < kept; i++) best[i].score = expf(best[i].score - top), sum += best[i].score;
-    for (int i = 0; i < kept; i++) best[i].score /= sum;
-    return kept;
-}
-
-/* The `k` tokens that will most likely be chosen after each output of the last step (16 at most), best first, and how likely; those
-   below `floors` are left out, but for the first. `names`: ids of the vocabulary outside; NULL: the same. Returns how many there
-   are in all; `counts`: of each. */
-int duo_guess(duo_model *m, const sampling *s, int k, const int32_t *names, const float *floors, int32_t *ids, float *shares,
-              int32_t *counts) {
-    candidate best[64];
-    int all = 0;
-    for (int row = 0; row < m->work.outputs && row < FEW; row++) {
-        const int greedy = s->temperature <= 0;
-        float total;
-        int count = collect(m, row, greedy ? k : 64, greedy ? 1 : s->temperature, best, &total), from = all;
-        if (!greedy && count) count = perturb(s, names, m->work.positions[m->work.rows - m->work.outputs + row] + 1, best, count, total);
-        for (int i = 0; i < count && i < k; i++) {
-            const float share = greedy ? expf(best[i].score) / total : best[i].score;
-            if (i && share < floors[row]) break;
-            ids[all] = names ? names[best[i].id] : best[i].id;
-            shares[all++] = share;
-        }
-        counts[row] = all - from;
-    }
-    return all;
 }

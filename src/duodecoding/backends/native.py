@@ -15,7 +15,7 @@ from duodecoding.errors import BackendMissing
 
 
 class Sampling(ctypes.Structure):
-    """How tokens are chosen, for `duo_guess`."""
+    """How tokens are chosen."""
 
     _fields_ = (
         ("temperature", ctypes.c_float),
@@ -23,6 +23,20 @@ class Sampling(ctypes.Structure):
         ("min_p", ctypes.c_float),
         ("top_k", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
+    )
+
+
+class Guesses(ctypes.Structure):
+    """What is wanted of the outputs of a step beside their logits: their likeliest tokens."""
+
+    _fields_ = (
+        ("how", Sampling),
+        ("k", ctypes.c_int32),
+        ("names", ctypes.c_void_p),
+        ("floors", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
     )
 
 
@@ -55,10 +69,9 @@ def load(path: Path) -> ctypes.CDLL:
     loaded.duo_start.argtypes = [pointer, number, number]
     loaded.duo_stop_on.restype = None
     loaded.duo_stop_on.argtypes = [pointer, pointer]
-    loaded.duo_step.argtypes = [pointer, number, number, number, *[pointer] * 7]
+    loaded.duo_step.argtypes = [pointer, number, number, number, *[pointer] * 8]
     loaded.duo_keep.restype = None
     loaded.duo_keep.argtypes = [pointer, number, pointer, number]
-    loaded.duo_guess.argtypes = [pointer, pointer, number, *[pointer] * 5]
     return loaded
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from ctypes import c_float, c_int32
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,14 +59,12 @@ class NativeDraft:
         self._cached = 0  # committed tokens behind which the trunk ends
         self._lines: dict[int, tuple[int, ...]] = {}  # expanded node -> its ancestors and itself, as places in the tree
         self._free = list(range(NODES))
-        self._batch = np.zeros((4, ROWS), np.int32)  # tokens, positions, places, ends
-        self._starts = np.zeros(ROWS + 1, np.int32)
-        self._ancestors = np.zeros(ROWS * 64, np.int32)
+        self._batch = [_ints(ROWS) for _ in range(4)]  # tokens, positions, places, ends
+        self._starts, self._ancestors = _ints(ROWS + 1), _ints(ROWS * 64)
         self._logits = np.zeros((LANES, self._vocab), np.float32)
-        self._rows = list(self._logits)
+        self._rows, self._logits_at = list(self._logits), self._logits.ctypes.data
         self._names = self.token_ids.astype(np.int32) if self.token_ids is not None else None
-        self._found, self._counts = (np.zeros(FEW, np.int32), np.zeros(FEW, np.float32)), np.zeros(FEW, np.int32)
-        self._params, self._sampling = GREEDY, _sampling(GREEDY)
+        self._wanted = Wanted(GREEDY, 1, self._names)
         self._flag: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(1)
 
     def _load(self, file: GgufFile, threads: int, awake: int) -> int:
@@ -144,26 +144,15 @@ class NativeDraft:
         self._library.duo_stop_on(self._model, ctypes.addressof(self._flag))
 
     def expand(self, leaves: Sequence[Leaf]) -> list[Row]:
-        order = self._expand(leaves)
-        return [self._rows[i] for i in order]
+        return [self._rows[i] for i in self._expand(leaves, None)]
 
     def guess(self, leaves: Sequence[Leaf], k: int, floors: Sequence[float], params: SamplingParams) -> list[list[Pair]]:
-        if params is not self._params:
-            self._params, self._sampling = params, _sampling(params)
-        if k * FEW > self._found[0].size:
-            self._found = np.zeros(k * FEW, np.int32), np.zeros(k * FEW, np.float32)
-        order = self._expand(leaves)
-        (ids, shares), names = self._found, self._names
-        data = [array.ctypes.data for array in (ids, shares, self._counts)]
-        lowest = np.array([floors[order.index(i)] for i in range(len(leaves))], np.float32)
-        known = names.ctypes.data if names is not None else None
-        count = self._library.duo_guess(self._model, ctypes.byref(self._sampling), k, known, lowest.ctypes.data, *data)
-        pairs = zip(ids[:count].tolist(), shares[:count].tolist(), strict=True)
-        each = [list(islice(pairs, some)) for some in self._counts[: len(leaves)].tolist()]
-        return [each[i] for i in order]
+        if params is not self._wanted.params or k != self._wanted.k:
+            self._wanted = Wanted(params, k, self._names)
+        return [self._wanted.found(i) for i in self._expand(leaves, floors)]
 
-    def _expand(self, leaves: Sequence[Leaf]) -> Sequence[int]:
-        """A step. Which output is whose."""
+    def _expand(self, leaves: Sequence[Leaf], floors: Sequence[float] | None) -> Sequence[int]:
+        """A step. Which output is whose. `floors`: of the guesses that are wanted; None: only logits are."""
         while len(self._tokens) - self._cached > ROWS // 2:
             self.read()
         root = next((i for i, leaf in enumerate(leaves) if leaf.parent is None), None)
@@ -172,41 +161,45 @@ class NativeDraft:
             chunk = self._tokens[self._cached :]
             self._trunk_rows(0, chunk, self._cached)
             first = len(chunk)
+        order = range(len(leaves)) if root is None else [*range(1, root + 1), 0, *range(root + 1, len(leaves))]
+        for place, floor in zip(order, floors or (), strict=floors is not None):
+            self._wanted.floors[place] = floor
         trunk = len(self._tokens)
         lines = self._tree_rows(first, [leaf for leaf in leaves if leaf.parent is not None], trunk)
         try:
-            self._step(first + len(lines), len(leaves))
+            self._step(first + len(lines), len(leaves), None if floors is None else self._wanted.request)
         except Interrupted:
             self._free.extend(line[-1] for line in lines.values())
             raise
         self._lines |= lines
-        if root is None:
-            return range(len(leaves))
-        self._cached, self._lines[leaves[root].key] = trunk, ()
-        return [*range(1, root + 1), 0, *range(root + 1, len(leaves))]
+        if root is not None:
+            self._cached, self._lines[leaves[root].key] = trunk, ()
+        return order
 
     def _trunk_rows(self, first: int, tokens: Sequence[int], position: int) -> None:
         """Committed tokens as rows of the next step."""
-        end = first + len(tokens)
-        self._batch[0, first:end] = self._known(tokens)
-        self._batch[1, first:end] = self._batch[2, first:end] = places = np.arange(position, position + len(tokens))
-        self._batch[3, first:end] = places + 1
-        self._starts[first : end + 1] = 0
+        end, last = first + len(tokens), position + len(tokens)
+        words, positions, places, ends = self._batch
+        words[first:end] = self._known(tokens)
+        positions[first:end] = places[first:end] = range(position, last)
+        ends[first:end] = range(position + 1, last + 1)
+        self._starts[first : end + 1] = [0] * (len(tokens) + 1)
 
     def _tree_rows(self, first: int, leaves: Sequence[Leaf], trunk: int) -> dict[int, tuple[int, ...]]:
         """Nodes as rows of the next step, and their lines. All but a row's ancestors are in the trunk, `trunk` tokens long."""
-        if not leaves:
-            return {}
         lines = {leaf.key: (*self._lines.get(leaf.parent or 0, ()), self._free.pop()) for leaf in leaves}
+        if not lines:
+            return lines
         ancestors = [place for line in lines.values() for place in line]
         end = first + len(leaves)
-        self._batch[0, first:end] = self._known([leaf.token for leaf in leaves])
-        self._batch[1, first:end] = [leaf.position for leaf in leaves]
-        self._batch[2, first:end] = [self._room + line[-1] for line in lines.values()]
-        self._batch[3, first:end] = trunk
-        self._starts[first + 1 : end + 1] = np.cumsum([len(line) for line in lines.values()])
-        if len(ancestors) > self._ancestors.size:
-            self._ancestors = np.zeros(2 * len(ancestors), np.int32)
+        tokens, positions, places, ends = self._batch
+        tokens[first:end] = self._known([leaf.token for leaf in leaves])
+        positions[first:end] = [leaf.position for leaf in leaves]
+        places[first:end] = [self._room + line[-1] for line in lines.values()]
+        ends[first:end] = [trunk] * len(leaves)
+        self._starts[first + 1 : end + 1] = list(accumulate(map(len, lines.values())))
+        if len(ancestors) > len(self._ancestors):
+            self._ancestors = _ints(2 * len(ancestors))
         self._ancestors[: len(ancestors)] = ancestors
         return lines
 
@@ -214,15 +207,13 @@ class NativeDraft:
         reads = self._reads
         return tokens if reads is None else [reads[token] if 0 <= token < len(reads) else -1 for token in tokens]
 
-    def _step(self, rows: int, outputs: int) -> None:
+    def _step(self, rows: int, outputs: int, wanted: native.Guesses | None = None) -> None:
         if outputs > len(self._logits):
             self._logits = np.zeros((outputs, self._vocab), np.float32)
-            self._rows = list(self._logits)
-        batch, width = self._batch.ctypes.data, 4 * ROWS
+            self._rows, self._logits_at = list(self._logits), self._logits.ctypes.data
         code = self._library.duo_step(
-            self._model, rows, outputs, self._unread,
-            batch, batch + width, batch + 2 * width, batch + 3 * width,
-            self._starts.ctypes.data, self._ancestors.ctypes.data, self._logits.ctypes.data,
+            self._model, rows, outputs, self._unread, *self._batch, self._starts, self._ancestors, self._logits_at,
+            None if wanted is None else ctypes.byref(wanted),
         )  # fmt: skip
         if code == STOPPED:
             self._flag[0] = b"\0"
@@ -322,6 +313,28 @@ def _floats(tensor: Tensor) -> npt.NDArray[np.float32]:
         return tensor.data.view("<f2").astype(np.float32)
     assert tensor.kind == BF16
     return (tensor.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _ints(count: int) -> Any:
+    """For C to read. A few numbers are put into it faster than into numpy's."""
+    return (c_int32 * count)()
+
+
+class Wanted:
+    """The guesses that are asked for with a step, and what was found."""
+
+    def __init__(self, params: SamplingParams, k: int, names: Ints | None) -> None:
+        self.params, self.k = params, k
+        self.floors = (c_float * FEW)()
+        self._ids, self._shares, self._counts = _ints(FEW * k), (c_float * (FEW * k))(), _ints(FEW)
+        known = names.ctypes.data if names is not None else None
+        found = [ctypes.addressof(each) for each in (self.floors, self._ids, self._shares, self._counts)]
+        self.request = native.Guesses(_sampling(params), k, known, *found)
+
+    def found(self, output: int) -> list[Pair]:
+        begin = output * self.k
+        end = begin + self._counts[output]
+        return list(zip(self._ids[begin:end], self._shares[begin:end], strict=True))
 
 
 def _sampling(params: SamplingParams) -> native.Sampling:
