@@ -224,6 +224,15 @@ def test_flags_reach_the_sampler():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("schema", ['{"type": "object"}', "\n {}", "true"])
+def test_a_json_schema_is_given_itself_or_in_a_file(schema, tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text(schema)
+    for given in (schema, str(file)):
+        assert main(["run", "hi", "--json-schema", given]) == 0
+        assert FakeLLM.last.asked[0][1].json_schema == schema
+
+
 def test_without_flags_the_records_have_their_own_defaults():
     main(["run", "hi"])
     assert FakeLLM.last.config == EngineConfig()
@@ -273,6 +282,8 @@ def test_every_field_is_a_flag():
         (["run", "hi", "--temperature", "nan"], "temperature is nan"),
         (["run", "hi", "--logit-bias", "x"], "logit_bias is 'x'"),
         (["run", "hi", "there"], "'there' is one argument too many"),
+        (["run", "hi", "--json-schema", "nowhere.json"], "cannot read the JSON Schema 'nowhere.json': No such file"),
+        (["run", "hi", "--json-schema", "."], "cannot read the JSON Schema '.': Is a directory"),
         (["run", "hi", "-n"], "requires an argument"),
         (["rnu"], 'unknown command "rnu"'),
         (["run", ""], "the prompt is empty"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Group, Parameter
@@ -55,7 +56,7 @@ SAMPLING_HELP = {
     "seed": "Same seed, same answer.",
     "stop": "End the answer before this text. Repeatable; the environment variable holds one.",
     "ignore_eos": "Do not stop where the model wants to end.",
-    "json_schema": "Answer with JSON that this JSON Schema admits. Needs llguidance, which the extra server brings.",
+    "json_schema": "Answer with JSON that this JSON Schema, or the one in this file, admits. Needs llguidance (extra: server).",
 }
 KEEP_HELP = {"keep_mb": "Megabytes of memory for the KV caches of earlier conversations."}
 SERVER_HELP = {
@@ -261,7 +262,22 @@ def settings(cls: type[T], flags: Any) -> T:
     """The frozen dataclass that the flags stand for. Its own checks run here."""
     values = {name: getattr(flags, name) for name in flags.__dataclass_fields__}
     hints = get_type_hints(cls)
+    if values.get("json_schema"):
+        values["json_schema"] = read_schema(values["json_schema"])
     return cls(**{name: read_bias(name, value) if _is_mapping(hints[name]) else value for name, value in values.items()})
+
+
+def read_schema(text: str) -> str:
+    """A JSON Schema, which is an object or, seldom, true or false; anything else names a file with one."""
+    if text.lstrip()[:1] == "{" or text.strip() in ("true", "false"):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not a text file"
+        raise UsageError(
+            f"cannot read the JSON Schema {text!r}", reason, 'Give a schema, as in \'{"type": "object"}\', or a file.'
+        ) from None
 
 
 def read_bias(name: str, words: tuple[str, ...] | Mapping[int, float]) -> dict[int, float]:
