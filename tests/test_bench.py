@@ -915,6 +915,10 @@ def test_a_first_look_ends_in_time(pair, tmp_path, capsys, monkeypatch):
     assert "not all questions were asked" in said
 
 
+def interrupted(*_args: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_small_run_from_end_to_end(tmp_path, capsys, monkeypatch):
     """Two questions to real models; then the same command again, and one with other settings."""
     monkeypatch.setattr(bench_run, "NODES", (1, 2, 4))
@@ -946,5 +950,10 @@ def test_a_small_run_from_end_to_end(tmp_path, capsys, monkeypatch):
     before = (out / journal.NAME).read_bytes()
     assert main(call) == 0  # nothing is left to ask
     assert (out / journal.NAME).read_bytes().count(b'"answers"') == before.count(b'"answers"')
+    (out / "report.md").unlink()
+    monkeypatch.setattr(limit, "add_virtual", interrupted)
+    assert main(call) == 130  # by Ctrl-C, after the last answer
+    assert "goes on from here" in capsys.readouterr().err
+    assert (out / "report.md").read_text().splitlines()[4:] == text.splitlines()[4:]  # above is the time of the session
     assert main([*call, "--seed", "1"]) == 2
     assert "was made with other settings: sampling was" in capsys.readouterr().err

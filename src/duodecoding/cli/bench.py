@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import signal
 import subprocess
 import time
 from dataclasses import dataclass, replace
@@ -94,16 +95,20 @@ def bench(
         run = Run(plan, journal, progress, deadline=time.monotonic() + (QUICK_SECONDS if chosen.quick else math.inf))
         with Interrupts(run.stop, terminal.quiet) as interrupts:
             run.go()
-            if not run.stopped and not chosen.quick:
+        ended_by = interrupts.signal
+        if ended_by is None and not chosen.quick:
+            try:
                 add_virtual(journal, plan, chosen.virtual, progress)
+            except KeyboardInterrupt:
+                ended_by = signal.SIGINT
     journal.close()
     report(run, folder, terminal)
-    if interrupts.signal is None:
+    if ended_by is None:
         if not run.complete:
             terminal.warn(f"not all questions were asked, the time of --quick ({QUICK_SECONDS:.0f} s) was over")
         return 0
     terminal.warn(f"stopped early; the same command with --out {folder} goes on from here")
-    return exit_code(interrupts.signal)
+    return exit_code(ended_by)
 
 
 def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig, terminal: Terminal) -> Plan:
