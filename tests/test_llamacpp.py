@@ -16,7 +16,7 @@ import tinymodels
 from duodecoding import LLM, SamplingParams
 from duodecoding.backends import load_draft, load_target, read_vocabulary, scripted
 from duodecoding.backends.base import Leaf, Target
-from duodecoding.backends.llamacpp import MAX_SEQUENCES
+from duodecoding.backends.llamacpp import MAX_SEQUENCES, LlamaModel
 from duodecoding.backends.llamacpp_draft import DRAFT_SEQUENCES, LlamaDraft
 from duodecoding.backends.llamacpp_target import LlamaTarget, paths_of
 from duodecoding.core import walk
@@ -344,6 +344,25 @@ def test_a_stream_closed_half_way(real_target: LlamaTarget, random_draft: Path) 
 
 
 # The draft
+
+
+@pytest.mark.parametrize(
+    ("info", "repack", "expected"),
+    [
+        (b"CPU : AVX512 = 1 | REPACK = 1 | ", True, True),
+        (b"CPU : AVX512 = 1 | REPACK = 1 | ", False, False),
+        (b"CPU : AVX512 = 1 | AMX_INT8 = 1 | REPACK = 1 | ", True, False),
+    ],
+)
+def test_weights_are_not_repacked_for_amx(
+    info: bytes, repack: bool, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(C, "llama_print_system_info", lambda: info)
+    monkeypatch.setattr(C, "llama_model_load_from_file", lambda _path, params: asked.append(params.use_extra_bufts))
+    with pytest.raises(ModelUnreadable):
+        LlamaModel(tmp_path / "none.gguf", repack=repack)
+    assert asked == [expected]
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,12 @@ def supports_gpu() -> bool:
     return bool(C.llama_supports_gpu_offload())
 
 
+def may_repack() -> bool:
+    """Repacked weights go to AMX where llama.cpp was compiled with it, and that crashes: GCC 12's intrinsics declare 8 bytes read
+    of the 64 that set up the tiles, so the compiler leaves out the stores of the others (ggml-org/llama.cpp issue 20824)."""
+    return b"AMX_INT8 = 1" not in C.llama_print_system_info()
+
+
 def physical_cores() -> int:
     """Cores this process may use, hyper-threads counted once."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
@@ -125,7 +131,7 @@ class LlamaModel:
         params = C.llama_model_default_params()
         params.n_gpu_layers = 10_000 if gpu_layers < 0 else gpu_layers
         params.vocab_only = vocabulary_only
-        params.use_extra_bufts = repack
+        params.use_extra_bufts = repack and may_repack()
         self.path, self.gpu_layers = path, gpu_layers
         self.handle = C.llama_model_load_from_file(os.fsencode(path), params)
         if not self.handle:
