@@ -6,12 +6,13 @@ import mmap
 import os
 import platform
 import random
+import re
 import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ import pytest
 import tinymodels
 
 from duodecoding import launch, machine, models, virtual, worker
-from duodecoding.backends import compiled, load_draft, load_target, native, native_draft
+from duodecoding.backends import compiled, gguf_file, load_draft, load_target, native, native_draft
 from duodecoding.backends.base import Draft, Leaf, QuickDraft
-from duodecoding.backends.gguf_file import GgufFile
+from duodecoding.backends.gguf_file import GgufFile, Tensor
 from duodecoding.backends.llamacpp_draft import LlamaDraft
 from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.backends.native_draft import NativeDraft
+from duodecoding.backends.native_weights import Weights
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import BackendFailure, BackendMissing, Interrupted, ModelUnreadable
@@ -37,7 +39,7 @@ from duodecoding.types import EngineConfig, SamplingParams
 
 SMALL = EngineConfig(ctx_size=512, threads=1)
 TEXT = "In a small town by the sea there lived a clockmaker who could not sleep. Every night he counted the bells, and every night "
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 
 def tokens_of(draft: Draft, count: int) -> list[int]:
@@ -96,6 +98,29 @@ def reference(poor_draft: Path) -> Iterator[Reference]:
 def test_logits_are_those_of_llama_cpp(model_path: Path, tmp_path: Path, kind: str) -> None:
     path = tinymodels.requantised(model_path, tmp_path / "model.gguf", 2, gguf.GGMLQuantizationType[kind])
     assert_same_logits(path)
+
+
+@pytest.fixture(scope="module")
+def two_layers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "two.gguf"
+    return tinymodels.requantised(model_path, path, 2, gguf.GGMLQuantizationType.F16)
+
+
+@pytest.mark.parametrize(
+    ("file_type", "kind"),
+    [("Q4_K_M", gguf_file.Q4_K), ("Q5_K_M", gguf_file.Q5_K), ("Q6_K", gguf_file.Q6_K), ("Q5_K_M", gguf_file.Q6_K)],
+)
+def test_logits_of_files_as_they_are_handed_on(two_layers: Path, tmp_path: Path, file_type: str, kind: int) -> None:
+    """Of several types, where rows of 256 are common to eight blocks."""
+    path = tinymodels.quantised(two_layers, tmp_path / "model.gguf", file_type)
+    assert any(tensor.kind == kind for tensor in GgufFile(path).tensors.values())
+    assert_same_logits(path)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_logits_of_other_architectures(model_path: Path, tmp_path: Path, architecture: str) -> None:
+    """Halves of heads that turn, biases, norms of heads."""
+    assert_same_logits(tinymodels.as_qwen(model_path, tmp_path / "model.gguf", 3, architecture))
 
 
 def test_logits_of_the_embedded_draft(embedded: Path) -> None:
@@ -336,13 +361,55 @@ def test_a_flat_distribution_keeps_its_best(random_draft: Path) -> None:
 # Which engine
 
 
-def test_a_draft_that_it_cannot_run_goes_to_llama_cpp(model_path: Path, tmp_path: Path) -> None:
-    path = tinymodels.requantised(model_path, tmp_path / "odd.gguf", 1, gguf.GGMLQuantizationType.Q5_0)
+def test_a_draft_that_it_cannot_run_goes_to_llama_cpp(two_layers: Path, tmp_path: Path) -> None:
+    path = tinymodels.quantised(two_layers, tmp_path / "odd.gguf", "Q2_K")
     draft = load_draft(path, SMALL)
     assert isinstance(draft, LlamaDraft)
     draft.close()
-    with pytest.raises(BackendMissing, match="of type 6"):
+    with pytest.raises(BackendMissing, match="of type 11"):
         load_draft(path, EngineConfig(ctx_size=512, draft_engine="native"))
+
+
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            lambda values, tensors: values.update({"general.architecture": "gemma"}),
+            "architecture is gemma, not llama, qwen2, qwen3",
+        ),
+        (lambda values, tensors: values.update({"llama.expert_count": 4}), "experts"),
+        (lambda values, tensors: values.update({"llama.rope.scaling.type": "yarn"}), "scaled positions"),
+        (lambda values, tensors: values.update({"llama.rope.dimension_count": 32}), "a part of a head"),
+        (lambda values, tensors: values.update({"llama.attention.key_length": 40}), "its heads are of 40"),
+        (lambda values, tensors: values.update({"llama.attention.head_count_kv": 2}), "its shape is"),
+        (lambda values, tensors: values.update({"llama.block_count": 4}), "no blk.2.attn_norm.weight"),
+        (lambda values, tensors: values.update({"llama.feed_forward_length": 1024}), "not 1024 x 576"),
+        (lambda values, tensors: values.pop("llama.embedding_length"), "does not say its llama.embedding_length"),
+        (lambda values, tensors: tensors.pop("token_embd.weight"), "no token_embd.weight"),
+        (lambda values, tensors: tensors.pop("blk.1.attn_k.weight"), "no blk.1.attn_k.weight"),
+        (lambda values, tensors: tensors.update({"blk.0.ffn_gate.bias": Tensor(0, 1, 1536, None)}), "it has blk.0.ffn_gate.bias"),
+        (lambda values, tensors: tensors.update({"blk.0.attn_q_norm.weight": Tensor(0, 1, 64, None)}), "not all of its queries"),
+        (
+            lambda values, tensors: tensors.update(
+                {f"blk.{i}.attn_{n}_norm.weight": Tensor(0, 1, 576, None) for i in (0, 1) for n in "qk"}
+            ),
+            "blk.0.attn_q_norm.weight is 1 x 576, not 1 x 64",
+        ),
+        (lambda values, tensors: tensors.update({"blk.0.attn_q.bias": Tensor(8, 1, 576, None)}), "of type 8, not floats"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_it_cannot_run_is_said(two_layers: Path, change: Change, why: str) -> None:
+    """Before anything is read that is not there."""
+    file = GgufFile(two_layers)
+    file.values["llama.block_count"] = 2
+    Weights(file)
+    change(file.values, file.tensors)
+    with pytest.raises(BackendMissing, match=re.escape(why)):
+        Weights(file)
 
 
 def knows(processor: str) -> bool:
@@ -387,7 +454,7 @@ def test_a_model_that_cannot_be_read_to_the_end_is_given_back(embedded: Path, mo
     def refuse(*_: Any) -> None:
         raise BackendMissing("no such weights")
 
-    monkeypatch.setattr(native_draft, "joint", refuse)
+    monkeypatch.setattr(Weights, "layer", refuse)
     with pytest.raises(BackendMissing, match="no such weights"):
         NativeDraft(embedded, context=256, threads=1, library=Watched())  # type: ignore[arg-type]
     assert len(freed) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -84,21 +85,62 @@ def other_tokenizer(source: Path, to: Path, layers: int, *, shift: int = 1000, m
     return _write(source, to, layers, move, renumber)
 
 
+def as_qwen(source: Path, to: Path, layers: int, architecture: str, seed: int = 0) -> Path:
+    """A Llama's first layers as a Qwen 2, with biases of queries, keys and values, or a Qwen 3, with norms of their heads. F16.
+
+    Both turn the two halves of a head by a position where a Llama turns neighbours."""
+    random, floats = np.random.default_rng(seed), gguf.GGMLQuantizationType.F32
+    values = gguf.GGUFReader(source).fields
+    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"}
+    count = {name: int(values[f"llama.attention.{key}"].contents()) for name, key in heads.items()}
+    head = int(values["llama.embedding_length"].contents()) // count["attn_q"]
+
+    def convert(tensor: gguf.ReaderTensor) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+        if tensor.tensor_type == floats:
+            return tensor.data, floats
+        data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if (of := count.get(tensor.name.split(".")[-2])) is not None:
+            data = data.reshape(of, head // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
+        return data.astype(np.float16), gguf.GGMLQuantizationType.F16
+
+    sizes = {"attn_q": head * count["attn_q"], "attn_k": head * count["attn_k"], "attn_v": head * count["attn_k"]}
+    more: dict[str, np.ndarray] = {}
+    for begin in (f"blk.{layer}." for layer in range(layers)):
+        if architecture == "qwen2":
+            more |= {f"{begin}{name}.bias": random.normal(0, 0.3, size).astype(np.float32) for name, size in sizes.items()}
+        else:
+            more |= {f"{begin}{name}_norm.weight": random.normal(1, 0.3, head).astype(np.float32) for name in count}
+    return _write(source, to, layers, convert, architecture=architecture, more=more)
+
+
 Fill = Callable[[gguf.ReaderTensor], tuple[np.ndarray, gguf.GGMLQuantizationType]]
 
 
-def _write(source: Path, to: Path, layers: int, fill: Fill, change: Callable[[str, Any], Any] = lambda name, value: value) -> Path:
+def _write(
+    source: Path,
+    to: Path,
+    layers: int,
+    fill: Fill,
+    change: Callable[[str, Any], Any] = lambda name, value: value,
+    *,
+    architecture: str | None = None,
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> Path:
+    """`architecture`: another one than the source has. `more`: tensors that the source has not."""
     reader = gguf.GGUFReader(source)
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(to, architecture)
+    old = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(to, architecture or old)
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in SKIPPED:
             continue
-        value = layers if name == f"{architecture}.block_count" else change(name, field.contents())
-        writer.add_key_value(name, value, field.types[0], sub_type=field.types[-1] if len(field.types) > 1 else None)
+        value = layers if name == f"{old}.block_count" else change(name, field.contents())
+        new = name.replace(f"{old}.", f"{architecture}.", 1) if architecture and name.startswith(f"{old}.") else name
+        writer.add_key_value(new, value, field.types[0], sub_type=field.types[-1] if len(field.types) > 1 else None)
     for tensor in _first_layers(reader, layers):
         data, kind = fill(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    for name, data in more.items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,13 +16,18 @@ from duodecoding.errors import ModelUnreadable
 
 Bytes = npt.NDArray[np.uint8]
 
-F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
+F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 30
 BLOCK_BYTES = {
     F32: (1, 4),
     F16: (1, 2),
     Q4_0: (32, 18),
     Q4_1: (32, 20),
+    Q5_0: (32, 22),
+    Q5_1: (32, 24),
     Q8_0: (32, 34),
+    Q4_K: (256, 144),
+    Q5_K: (256, 176),
+    Q6_K: (256, 210),
     BF16: (1, 2),
 }  # weights in a block, bytes of one
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -116,6 +121,8 @@ class GgufFile:
         if kind not in BLOCK_BYTES:
             return Tensor(kind, rows, columns, None)
         block, size = BLOCK_BYTES[kind]
+        if columns % block:
+            raise ValueError("a tensor's rows end within a block")
         count = rows * columns // block * size
         if start + count > len(self._map):
             raise ValueError("a tensor goes on past the end")

@@ -4,8 +4,8 @@
    handing out hundreds of small operations and meeting after each. Here a layer is five stretches of work with a meeting after
    each, every thread keeps the same rows of every matrix (and so its part of the weights in its own cache), and threads spin.
 
-   Weights are bytes (Q8_0) or nibbles (Q4_0) in blocks of 32 columns with a scale each, repacked so that one vector holds four
-   columns of LANES rows. Activations are bytes with a scale for each 32. Keys and values of committed tokens ("the trunk") are
+   Weights are bytes or nibbles in blocks of 32 columns with a scale each (and, Q4_1 and Q4_K, a least value), repacked so that one
+   vector holds four columns of LANES rows. Other types become bytes when they are loaded. Activations are bytes with a scale for each 32. Keys and values of committed tokens ("the trunk") are
    bfloat16: keys by LANES positions, values by position; those of guesses ("the tree") are float32.
 
    Nothing here needs to be exact: a guess is a guess. One process may have several models; one model serves one caller. */
@@ -20,6 +20,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -43,6 +44,8 @@
 #define AHEAD 4096         /* bytes of weights that are asked for before they are wanted */
 #define ARENA ((size_t)32 << 20)
 #define MOST_ARENAS 1024
+#define PACKERS 16          /* threads that bring weights into their form, at most */
+#define PACKED_ALONE 1000000 /* bytes of a matrix that are not worth one of them */
 #define WIDEST_HEAD 256
 #define MOST_ANCESTORS 1024
 #define LIKELY 10.0f       /* below the largest logit; what lies deeper has no chance */
@@ -207,12 +210,13 @@ INLINE vf load_scales(const scale_type *p) { return *(const vf *)p; }
 INLINE scale_type to_scale(float f) { return f; }
 #endif
 
-enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, BF16 = 30 }; /* as in GGUF */
+enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 }; /* as in GGUF */
+enum { BYTES, NIBBLES, NIBBLES_ABOVE }; /* how weights are kept: whole numbers around 0; the same; from a least value upwards */
 
 typedef struct {
-    int rows, columns, nibbles, units; /* a unit: LANES rows */
+    int rows, columns, kept, units; /* a unit: LANES rows */
     uint8_t *quants;
-    scale_type *scales; /* (units, columns / BLOCK, LANES) */
+    scale_type *scales, *least; /* (units, columns / BLOCK, LANES); `least` only where weights are above one */
 } matrix;
 
 typedef struct {
@@ -233,41 +237,118 @@ static size_t row_bytes(int type, int columns) {
     case Q8_0: return (size_t)columns / BLOCK * 34;
     case Q4_0: return (size_t)columns / BLOCK * 18;
     case Q4_1: return (size_t)columns / BLOCK * 20;
+    case Q5_0: return (size_t)columns / BLOCK * 22;
+    case Q5_1: return (size_t)columns / BLOCK * 24;
+    case Q4_K: return (size_t)columns / 256 * 144;
+    case Q5_K: return (size_t)columns / 256 * 176;
+    case Q6_K: return (size_t)columns / 256 * 210;
     case F32: return (size_t)columns * 4;
     default: return (size_t)columns * 2;
     }
 }
 
-/* 32 columns of one row: their scale and, as whole numbers, the weights over it. */
-static float read_block(int type, const uint8_t *row, int block, int *out) {
-    float x[BLOCK];
+static int how_kept(int type) { return type == Q4_0 ? NIBBLES : type == Q4_1 || type == Q4_K ? NIBBLES_ABOVE : BYTES; }
+
+typedef struct { /* 32 columns of one row: a weight is least + scale * whole */
+    float scale, least;
+    int whole[BLOCK];
+} block;
+
+INLINE float half_at(const uint8_t *p) {
     uint16_t half;
-    if (type == Q8_0) {
-        const uint8_t *p = row + (size_t)block * 34;
-        for (int i = 0; i < BLOCK; i++) out[i] = (int8_t)p[2 + i];
-        memcpy(&half, p, 2);
-        return half_to_float(half);
+    memcpy(&half, p, 2);
+    return half_to_float(half);
+}
+
+/* Nibbles: first the low halves of 16 bytes, then the high ones. */
+INLINE void split(const uint8_t *p, int *whole) {
+    for (int i = 0; i < 16; i++) whole[i] = p[i] & 15, whole[i + 16] = p[i] >> 4;
+}
+
+/* The fifth bits. */
+INLINE void add_fifth(const uint8_t *p, int *whole) {
+    uint32_t bits;
+    memcpy(&bits, p, 4);
+    for (int i = 0; i < BLOCK; i++) whole[i] |= (int)(bits >> i & 1) << 4;
+}
+
+/* Q4_K and Q5_K: eight blocks share two halves, by which their scales and least values, six bits each, are to be multiplied. */
+static void read_shared(int type, const uint8_t *p, int part, block *out) {
+    const uint8_t *six = p + 4, *nibbles = p + (type == Q5_K ? 48 : 16) + part / 2 * BLOCK;
+    int scale = six[part] & 63, least = six[part + 4] & 63;
+    if (part >= 4) {
+        scale = (six[part + 4] & 15) | six[part - 4] >> 6 << 4;
+        least = six[part + 4] >> 4 | six[part] >> 6 << 4;
     }
-    if (type == Q4_0) {
-        const uint8_t *p = row + (size_t)block * 18;
-        for (int i = 0; i < 16; i++) out[i] = (p[2 + i] & 15) - 8, out[i + 16] = (p[2 + i] >> 4) - 8;
-        memcpy(&half, p, 2);
-        return half_to_float(half);
-    }
-    const uint8_t *quarters = row + (size_t)block * 20; /* Q4_1: scale, least, nibbles */
-    uint16_t ends[2] = {0, 0};
-    float most = 0;
-    if (type == Q4_1) memcpy(ends, quarters, 4);
+    out->scale = half_at(p) * scale, out->least = -half_at(p + 2) * least;
     for (int i = 0; i < BLOCK; i++) {
-        size_t at = (size_t)block * BLOCK + i;
-        if (type == F32) memcpy(&x[i], row + 4 * at, 4);
-        else if (type == Q4_1) x[i] = half_to_float(ends[0]) * (quarters[4 + i % 16] >> (i < 16 ? 0 : 4) & 15) + half_to_float(ends[1]);
-        else memcpy(&half, row + 2 * at, 2), x[i] = type == F16 ? half_to_float(half) : from_bf16(half);
-        most = fmaxf(most, fabsf(x[i]));
+        out->whole[i] = nibbles[i] >> (part % 2 ? 4 : 0) & 15;
+        if (type == Q5_K) out->whole[i] |= (p[16 + i] >> part & 1) << 4;
     }
-    float scale = most / 127;
-    for (int i = 0; i < BLOCK; i++) out[i] = scale > 0 ? (int)lrintf(x[i] / scale) : 0;
-    return scale;
+}
+
+/* Q6_K: four bits in one place, two in another, and a scale for 16 columns. Floats, since a block of 32 has one. */
+static void read_six(const uint8_t *p, int part, float *x) {
+    const int half = part / 4, quarter = part % 4;
+    const uint8_t *four = p + 64 * half + BLOCK * (quarter % 2), *two = p + 128 + BLOCK * half;
+    const int8_t *scales = (const int8_t *)p + 192 + 8 * half + 2 * quarter;
+    for (int i = 0; i < BLOCK; i++) {
+        const int whole = (four[i] >> (quarter < 2 ? 0 : 4) & 15) | (two[i] >> 2 * quarter & 3) << 4;
+        x[i] = half_at(p + 208) * scales[i / 16] * (whole - 32);
+    }
+}
+
+static void to_whole(const float *x, block *out) {
+    float most = 0;
+    for (int i = 0; i < BLOCK; i++) most = fmaxf(most, fabsf(x[i]));
+    out->scale = most / 127, out->least = 0;
+    for (int i = 0; i < BLOCK; i++) out->whole[i] = most > 0 ? (int)lrintf(x[i] / out->scale) : 0;
+}
+
+static void read_floats(int type, const uint8_t *row, int first, float *x) {
+    uint16_t half;
+    for (int i = 0; i < BLOCK; i++) {
+        if (type == F32) memcpy(&x[i], row + 4 * (size_t)(first + i), 4);
+        else memcpy(&half, row + 2 * (size_t)(first + i), 2), x[i] = type == F16 ? half_to_float(half) : from_bf16(half);
+    }
+}
+
+/* Block `number` of a row. */
+static void read_block(int type, const uint8_t *row, int number, block *out) {
+    const uint8_t *p = row + row_bytes(type, BLOCK) * number;
+    const int shares = type == Q4_K || type == Q5_K || type == Q6_K, above = type == Q4_1 || type == Q5_1;
+    float x[BLOCK];
+    out->least = 0;
+    if (shares) {
+        p = row + row_bytes(type, 8 * BLOCK) * (number / 8);
+        if (type != Q6_K) return read_shared(type, p, number % 8, out);
+        read_six(p, number % 8, x);
+        return to_whole(x, out);
+    }
+    if (type == F32 || type == F16 || type == BF16) {
+        read_floats(type, row, number * BLOCK, x);
+        return to_whole(x, out);
+    }
+    out->scale = half_at(p);
+    if (type == Q8_0) {
+        for (int i = 0; i < BLOCK; i++) out->whole[i] = (int8_t)p[2 + i];
+        return;
+    }
+    if (above) out->least = half_at(p + 2);
+    p += above ? 4 : 2;
+    split(type == Q5_0 || type == Q5_1 ? p + 4 : p, out->whole);
+    if (type == Q5_0 || type == Q5_1) add_fifth(p, out->whole);
+    const int middle = type == Q4_0 ? 8 : type == Q5_0 ? 16 : 0;
+    for (int i = 0; i < BLOCK; i++) out->whole[i] -= middle;
+}
+
+/* The same for a matrix of bytes, in which nothing has a least value. */
+static void read_as_bytes(int type, const uint8_t *row, int number, block *out) {
+    read_block(type, row, number, out);
+    if (out->least == 0) return;
+    float x[BLOCK];
+    for (int i = 0; i < BLOCK; i++) x[i] = out->least + out->scale * out->whole[i];
+    to_whole(x, out);
 }
 
 static void *room(size_t size) {
@@ -297,33 +378,73 @@ static void *weights_room(arena *a, size_t size) {
     return found;
 }
 
-static int pack(arena *a, matrix *m, int type, const uint8_t *data, int rows, int columns) {
-    int blocks = columns / BLOCK, units = (rows + LANES - 1) / LANES, nibbles = type == Q4_0;
-    size_t size = (size_t)LANES * BLOCK / (nibbles ? 2 : 1), line = row_bytes(type, columns);
-    *m = (matrix){rows, columns, nibbles, units, NULL, NULL};
-    m->quants = weights_room(a, size * blocks * units);
-    m->scales = weights_room(a, sizeof(scale_type) * LANES * blocks * units);
-    if (!m->quants || !m->scales) return 0;
-    for (int row = 0; row < rows; row++)
-        for (int b = 0; b < blocks; b++) {
-            int w[BLOCK], lane = row % LANES;
-            size_t place = (size_t)(row / LANES) * blocks + b;
-            uint8_t *to = m->quants + size * place;
-            m->scales[place * LANES + lane] = to_scale(read_block(type, data + line * row, b, w));
-            for (int i = 0; i < BLOCK; i++) {
-                int four = i / 4, at = lane * 4 + i % 4;
-                if (!nibbles) to[four * VECTOR + at] = (uint8_t)(w[i] + OFFSET);
-                else to[four % 4 * VECTOR + at] |= (uint8_t)((w[i] + 8) << (four < 4 ? 0 : 4));
-            }
+typedef struct { /* units of a matrix that one thread fills */
+    const matrix *m;
+    int type, from, to;
+    const uint8_t *data;
+} packing;
+
+static void pack_row(const packing *p, int row) {
+    const matrix *m = p->m;
+    const int blocks = m->columns / BLOCK, lane = row % LANES, middle = m->kept == NIBBLES ? 8 : 0;
+    const uint8_t *line = p->data + row_bytes(p->type, m->columns) * row;
+    for (int b = 0; b < blocks; b++) {
+        const size_t place = (size_t)(row / LANES) * blocks + b;
+        uint8_t *to = m->quants + place * LANES * BLOCK / (m->kept == BYTES ? 1 : 2) + lane * 4;
+        block w;
+        if (m->kept == BYTES) read_as_bytes(p->type, line, b, &w);
+        else read_block(p->type, line, b, &w);
+        m->scales[place * LANES + lane] = to_scale(w.scale);
+        if (m->least) m->least[place * LANES + lane] = to_scale(w.least);
+        for (int i = 0; i < (m->kept == BYTES ? BLOCK : BLOCK / 2); i++) {
+            uint8_t *at = to + i / 4 * VECTOR + i % 4;
+            *at = (uint8_t)(m->kept == BYTES ? w.whole[i] + OFFSET : (w.whole[i] + middle) | (w.whole[i + BLOCK / 2] + middle) << 4);
         }
+    }
+}
+
+static void *pack_units(void *of) {
+    const packing *p = of;
+    for (int row = p->from * LANES; row < p->to * LANES && row < p->m->rows; row++) pack_row(p, row);
+    return NULL;
+}
+
+INLINE long least_of(long a, long b) { return a < b ? a : b; }
+
+/* By several threads where it is much: a model is waited for. */
+static void pack_all(const matrix *m, int type, const uint8_t *data) {
+    const long parts = 1 + (long)(row_bytes(type, m->columns) * m->rows / PACKED_ALONE);
+    const long cores = sysconf(_SC_NPROCESSORS_ONLN); /* -1: unknown */
+    const int threads = (int)least_of(PACKERS, least_of(parts, cores < 1 ? 1 : cores));
+    packing all[PACKERS];
+    pthread_t others[PACKERS];
+    int begun = 0;
+    for (int i = threads - 1; i >= 0; i--) {
+        all[i] = (packing){m, type, m->units * i / threads, m->units * (i + 1) / threads, data};
+        if (i && pthread_create(&others[begun], NULL, pack_units, &all[i]) == 0) begun++;
+        else pack_units(&all[i]);
+    }
+    for (int i = 0; i < begun; i++) pthread_join(others[i], NULL);
+}
+
+static int pack(arena *a, matrix *m, int type, const uint8_t *data, int rows, int columns) {
+    const int blocks = columns / BLOCK, units = (rows + LANES - 1) / LANES, kept = how_kept(type), above = kept == NIBBLES_ABOVE;
+    const size_t scales = sizeof(scale_type) * LANES * blocks * units;
+    *m = (matrix){rows, columns, kept, units, NULL, NULL, NULL};
+    m->quants = weights_room(a, (size_t)LANES * BLOCK / (kept == BYTES ? 1 : 2) * blocks * units);
+    m->scales = weights_room(a, scales);
+    if (above) m->least = weights_room(a, scales);
+    if (!m->quants || !m->scales || (above && !m->least)) return 0;
+    pack_all(m, type, data);
     return 1;
 }
 
 /* One unit of a matrix times `count` rows of tokens from `first` on. */
-INLINE void product_of(const matrix *m, int unit, const bytes *a, int first, const int count, const int nibbles, vf *out) {
-    const int blocks = m->columns / BLOCK;
-    const uint8_t *w = m->quants + (size_t)unit * blocks * LANES * BLOCK / (nibbles ? 2 : 1);
+INLINE void product_of(const matrix *m, int unit, const bytes *a, int first, const int count, const int kept, vf *out) {
+    const int blocks = m->columns / BLOCK, middle = kept == BYTES ? OFFSET : kept == NIBBLES ? 8 : 0;
+    const uint8_t *w = m->quants + (size_t)unit * blocks * LANES * BLOCK / (kept == BYTES ? 1 : 2);
     const scale_type *scales = m->scales + (size_t)unit * blocks * LANES;
+    const scale_type *least = kept == NIBBLES_ABOVE ? m->least + (size_t)unit * blocks * LANES : NULL;
     const int8_t *q = a->quants + (size_t)first * a->columns;
     const float *s = a->scales + (size_t)first * blocks;
     const int32_t *sums = a->sums + (size_t)first * blocks;
@@ -331,8 +452,8 @@ INLINE void product_of(const matrix *m, int unit, const bytes *a, int first, con
     for (int i = 0; i < count; i++) total[i] = all(0);
     for (int b = 0; b < blocks; b++) {
         vi part[8];
-        for (int i = 0; i < count; i++) part[i] = (nibbles ? -8 : -OFFSET) * sums[i * blocks + b] - (vi){0};
-        if (nibbles) {
+        for (int i = 0; i < count; i++) part[i] = -middle * sums[i * blocks + b] - (vi){0};
+        if (kept != BYTES) {
             for (int j = 0; j < 4; j++, w += VECTOR) {
                 const vb both = *(const vb *)w;
                 __builtin_prefetch(w + AHEAD);
@@ -357,20 +478,37 @@ INLINE void product_of(const matrix *m, int unit, const bytes *a, int first, con
         }
         const vf scale = load_scales(scales + (size_t)b * LANES);
         for (int i = 0; i < count; i++) total[i] += __builtin_convertvector(part[i], vf) * (scale * s[i * blocks + b]);
+        if (kept == NIBBLES_ABOVE) {
+            const vf lowest = load_scales(least + (size_t)b * LANES);
+            for (int i = 0; i < count; i++) total[i] += lowest * (s[i * blocks + b] * sums[i * blocks + b]);
+        }
     }
     for (int i = 0; i < count; i++) out[i] = total[i];
 }
 
-#define CASE(n) case n: m->nibbles ? product_of(m, unit, a, first, n, 1, out) : product_of(m, unit, a, first, n, 0, out); break;
+#define CASE(n, kept) case n: product_of(m, unit, a, first, n, kept, out); break;
+#define PRODUCT(name, kept)                                                                                                        \
+    static __attribute__((noinline)) void name(const matrix *m, int unit, const bytes *a, int first, int count, vf *out) {         \
+        switch (count) {                                                                                                           \
+            CASE(1, kept) CASE(2, kept) CASE(3, kept) CASE(4, kept) CASE(5, kept) CASE(6, kept) CASE(7, kept) CASE(8, kept)        \
+        }                                                                                                                          \
+    }
+PRODUCT(product_of_bytes, BYTES)
+PRODUCT(product_of_nibbles, NIBBLES)
+PRODUCT(product_of_nibbles_above, NIBBLES_ABOVE)
+
+/* Functions of their own: as one, the largest of them made the others slower. */
 static void product(const matrix *m, int unit, const bytes *a, int first, int count, vf *out) {
-    switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+    (m->kept == BYTES ? product_of_bytes : m->kept == NIBBLES ? product_of_nibbles : product_of_nibbles_above)(m, unit, a, first, count, out);
 }
 
 /* The model */
 
 typedef struct {
-    matrix qkv, out, gate, up, down;
+    matrix to_queries, to_keys, to_values, out, gate, up, down;
     float *attention_norm, *feed_norm;
+    float *bias;                   /* of queries, keys and values, one after the other; NULL: none */
+    float *query_norm, *key_norm;  /* of each head; NULL: none */
     uint16_t *keys, *values;  /* the trunk: (heads, positions / LANES, head, LANES), (heads, positions, head) */
     float *tree_keys, *tree_values; /* (heads, nodes, head) */
 } layer;
@@ -504,14 +642,15 @@ static bytes prepare(duo_model *m, int me, const float *x, int columns, const fl
 }
 
 static void embed(duo_model *m, int me) {
-    int from, to, weights[BLOCK];
+    int from, to;
+    block w;
     share(m, me, m->work.rows, &from, &to);
     size_t line = row_bytes(m->embeddings_type, m->width);
     for (int row = from; row < to; row++) {
         const uint8_t *source = m->embeddings + line * (size_t)m->work.tokens[row];
         for (int b = 0; b < m->width / BLOCK; b++) {
-            float scale = read_block(m->embeddings_type, source, b, weights);
-            for (int i = 0; i < BLOCK; i++) m->x[(size_t)row * m->width + b * BLOCK + i] = scale * weights[i];
+            read_block(m->embeddings_type, source, b, &w);
+            for (int i = 0; i < BLOCK; i++) m->x[(size_t)row * m->width + b * BLOCK + i] = w.least + w.scale * w.whole[i];
         }
     }
 }
@@ -547,17 +686,35 @@ INLINE void put(duo_model *m, layer *l, int row, int at, vf v) {
     }
 }
 
+/* A head's numbers over the root of their mean square. */
+static void norm_head(const duo_model *m, const float *norm, vf *const *parts, int row, int count) {
+    vf squares = all(0);
+    for (int j = 0; j < count; j++) squares += parts[j][row] * parts[j][row];
+    const float scale = 1 / sqrtf(sum(squares) / m->head + m->epsilon);
+    for (int j = 0; j < count; j++) parts[j][row] *= scale * load(norm + j * LANES);
+}
+
+/* Queries, keys and values: unit by unit, or, where heads have norms, head by head. */
 static void project(duo_model *m, layer *l, int me) {
     const bytes a = prepare(m, me, m->x, m->width, l->attention_norm, 0, m->work.rows);
+    const int together = l->query_norm ? m->head / LANES : 1, queries = l->to_queries.units, keys = queries + l->to_keys.units;
+    vf out[WIDEST_HEAD / LANES][8], *parts[WIDEST_HEAD / LANES];
     int from, to;
-    share(m, me, l->qkv.units, &from, &to);
-    for (int unit = from; unit < to; unit++)
+    for (int j = 0; j < together; j++) parts[j] = out[j];
+    share(m, me, (keys + l->to_values.units) / together, &from, &to);
+    for (int unit = from * together; unit < to * together; unit += together) {
+        const matrix *w = unit < queries ? &l->to_queries : unit < keys ? &l->to_keys : &l->to_values;
+        const int first = unit < queries ? 0 : unit < keys ? queries : keys;
         for (int row = 0; row < m->work.rows; row += 8) {
-            vf out[8];
-            int count = m->work.rows - row < 8 ? m->work.rows - row : 8;
-            product(&l->qkv, unit, &a, row, count, out);
-            for (int i = 0; i < count; i++) put(m, l, row + i, unit * LANES, out[i]);
+            const int count = m->work.rows - row < 8 ? m->work.rows - row : 8;
+            for (int j = 0; j < together; j++) product(w, unit + j - first, &a, row, count, out[j]);
+            for (int i = 0; i < count; i++) {
+                for (int j = 0; l->bias && j < together; j++) out[j][i] += load(l->bias + (unit + j) * LANES);
+                if (l->query_norm && unit < keys) norm_head(m, unit < queries ? l->query_norm : l->key_norm, parts, i, together);
+                for (int j = 0; j < together; j++) put(m, l, row + i, (unit + j) * LANES, out[j][i]);
+            }
         }
+    }
 }
 
 /* Of so many queries that are left, those that are taken at once. */
@@ -981,7 +1138,8 @@ void duo_free(duo_model *m) {
     for (int i = 1; i < m->threads; i++) pthread_join(m->thread[i], NULL);
     for (int i = 0; i < m->layers && m->layer; i++) {
         layer *l = &m->layer[i];
-        free(l->attention_norm), free(l->feed_norm), free(l->keys), free(l->values), free(l->tree_keys), free(l->tree_values);
+        free(l->attention_norm), free(l->feed_norm), free(l->bias), free(l->query_norm), free(l->key_norm);
+        free(l->keys), free(l->values), free(l->tree_keys), free(l->tree_values);
     }
     for (int i = 0; i < m->arena.count; i++) free(m->arena.begin[i]);
     free(m->layer), free(m->last_norm);
@@ -1040,11 +1198,20 @@ int duo_norms(duo_model *m, int layer, const float *attention, const float *feed
            copy_floats(&m->layer[layer].feed_norm, feed, m->width);
 }
 
-/* Matrix `which` of a layer (0 qkv, 1 out, 2 gate, 3 up, 4 down), or with layer -1 the head. 0: no memory. */
-int duo_matrix(duo_model *m, int layer, int which, int type, const uint8_t *data, int rows, int columns) {
-    matrix *all[] = {&m->layer[layer < 0 ? 0 : layer].qkv, &m->layer[layer < 0 ? 0 : layer].out, &m->layer[layer < 0 ? 0 : layer].gate,
-                     &m->layer[layer < 0 ? 0 : layer].up, &m->layer[layer < 0 ? 0 : layer].down};
-    return pack(&m->arena, layer < 0 ? &m->head_matrix : all[which], type, data, rows, columns);
+/* What some models add to queries, keys and values (all of them, one after the other), or NULL; and norms of their heads, or NULL
+   twice. 0: no memory. */
+int duo_extras(duo_model *m, int layer, const float *bias, const float *query_norm, const float *key_norm) {
+    const int count = (m->heads + 2 * m->kv_heads) * m->head;
+    return (!bias || copy_floats(&m->layer[layer].bias, bias, count)) &&
+           (!query_norm || copy_floats(&m->layer[layer].query_norm, query_norm, m->head)) &&
+           (!key_norm || copy_floats(&m->layer[layer].key_norm, key_norm, m->head));
+}
+
+/* Matrix `which` of layer `number` (queries, keys, values, out, gate, up, down), or with -1 the head. 0: no memory. */
+int duo_matrix(duo_model *m, int number, int which, int type, const uint8_t *data, int rows, int columns) {
+    layer *l = &m->layer[number < 0 ? 0 : number];
+    matrix *all[] = {&l->to_queries, &l->to_keys, &l->to_values, &l->out, &l->gate, &l->up, &l->down};
+    return pack(&m->arena, number < 0 ? &m->head_matrix : all[which], type, data, rows, columns);
 }
 
 /* The embeddings stay where they are: `data` must live as long as the model. */

@@ -63,6 +63,7 @@ def load(path: Path) -> ctypes.CDLL:
     loaded.duo_free.restype = None
     loaded.duo_free.argtypes = [pointer]
     loaded.duo_norms.argtypes = [pointer, number, pointer, pointer]
+    loaded.duo_extras.argtypes = [pointer, number, pointer, pointer, pointer]
     loaded.duo_matrix.argtypes = [pointer, number, number, number, pointer, number, number]
     loaded.duo_embeddings.restype = None
     loaded.duo_embeddings.argtypes = [pointer, number, pointer]

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from duodecoding.backends import native
 from duodecoding.backends.base import Leaf, Pair, Vocabulary
-from duodecoding.backends.gguf_file import BF16, BLOCK_BYTES, F16, F32, GgufFile, Tensor
+from duodecoding.backends.gguf_file import GgufFile, Tensor
 from duodecoding.backends.llamacpp import LlamaModel, common_prefix, physical_cores, usable_context
-from duodecoding.errors import BackendFailure, BackendMissing, Interrupted
+from duodecoding.backends.native_weights import LANES, Weights
+from duodecoding.errors import BackendFailure, Interrupted
 from duodecoding.sampling import MIN_TEMPERATURE, Row
 from duodecoding.types import SamplingParams
 
@@ -29,11 +30,9 @@ Ints = npt.NDArray[np.int32]
 
 ROWS = 256  # tokens of a step at most
 NODES = 256  # of a tree, expanded: more than one round of a large target sees
-LANES = 16
 FEW = 16  # outputs whose likely tokens are noted beside the logits
 GREEDY = SamplingParams()
 STOPPED, IMPOSSIBLE = 1, 3  # what `duo_step` returns
-KINDS = frozenset(BLOCK_BYTES)
 
 
 class NativeDraft:
@@ -43,8 +42,7 @@ class NativeDraft:
         self, path: Path, *, context: int, threads: int = 0, awake: float = 0.002, library: ctypes.CDLL | None = None
     ) -> None:
         """`awake`: seconds that threads look for more work before they sleep. To wake them takes long once cores are at rest."""
-        file = GgufFile(path)
-        check(file)
+        weights = Weights(GgufFile(path))
         self._words = LlamaModel(path, vocabulary_only=True)
         self.vocabulary: Vocabulary = self._words.vocabulary
         trim = self._words.trim
@@ -52,8 +50,8 @@ class NativeDraft:
         self._reads: list[int] | None = trim.stand_ins.tolist() if trim is not None else None
         self.context = usable_context(self._words, context)
         self.room, self.most_leaves, self.hottest = NODES, FEW, 1.0
-        self._library, self._file = library or native.library(), file
-        self._model = self._load(file, threads or physical_cores(), round(1e6 * awake))
+        self._library, self._weights = library or native.library(), weights
+        self._model = self._load(weights, threads or physical_cores(), round(1e6 * awake))
         self._tokens: list[int] = []
         self._unread = 0  # committed tokens at the beginning that are left out
         self._cached = 0  # committed tokens behind which the trunk ends
@@ -67,49 +65,45 @@ class NativeDraft:
         self._wanted = Wanted(GREEDY, 1, self._names)
         self._flag: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(1)
 
-    def _load(self, file: GgufFile, threads: int, awake: int) -> int:
-        shape, library = Shape(file), self._library
+    def _load(self, weights: Weights, threads: int, awake: int) -> int:
+        shape, library = weights.shape, self._library
         self._vocab = shape.vocabulary
         self._room = -(-self.context // LANES) * LANES  # positions of the trunk
         numbers = np.array([*shape.numbers(), self._room, NODES], np.int32)
-        model = library.duo_new(numbers.ctypes.data, shape.epsilon, shape.frequencies.ctypes.data)
+        model = library.duo_new(numbers.ctypes.data, shape.epsilon, weights.frequencies.ctypes.data)
         if not model:
             raise _no_memory()
         try:
-            words = self._fill(model, shape, file)
-            fine = words is not None and library.duo_start(model, threads, awake)
+            fine = self._fill(model, weights) and library.duo_start(model, threads, awake)
         except BaseException:
             library.duo_free(model)
             raise
-        if words is None or not fine:
+        if not fine:
             library.duo_free(model)
             raise _no_memory()
+        words = weights.embeddings
         assert words.data is not None
         library.duo_embeddings(model, words.kind, words.data.ctypes.data)
         return int(model)
 
-    def _fill(self, model: int, shape: Shape, file: GgufFile) -> Tensor | None:
-        """Copy the weights into the model. Returns the embeddings, which stay where they are; None: no memory."""
-        library, tensors, fine = self._library, file.tensors, True
-        for layer in range(shape.layers):
-            begin = f"blk.{layer}."
-            norms = [_floats(tensors[begin + name]) for name in ("attn_norm.weight", "ffn_norm.weight")]
-            fine = fine and library.duo_norms(model, layer, *(norm.ctypes.data for norm in norms))
-            names = ("attn_output", "ffn_gate", "ffn_up", "ffn_down")
-            matrices = [joint(tensors, begin), *(tensors[f"{begin}{name}.weight"] for name in names)]
-            for which, matrix in enumerate(matrices):
-                fine = fine and self._hand_over(model, layer, which, matrix)
-        last = _floats(tensors["output_norm.weight"])
-        fine = fine and library.duo_norms(model, -1, last.ctypes.data, last.ctypes.data)
-        words = tensors["token_embd.weight"]
-        fine = fine and self._hand_over(model, -1, 0, tensors.get("output.weight", words))
-        return words if fine else None
+    def _fill(self, model: int, weights: Weights) -> bool:
+        """Copy the weights into the model, but for the embeddings, which stay where they are. False: no memory."""
+        library = self._library
+        for number in range(weights.shape.layers):
+            layer = weights.layer(number)
+            fine = library.duo_norms(model, number, *map(_at, layer.norms))
+            fine = fine and library.duo_extras(model, number, *map(_at, layer.extras))
+            for which, matrix in enumerate(layer.matrices):
+                fine = fine and self._hand_over(model, number, which, matrix)
+            if not fine:
+                return False
+        fine = library.duo_norms(model, -1, _at(weights.last_norm), _at(weights.last_norm))
+        return bool(fine) and self._hand_over(model, -1, 0, weights.head)
 
     def _hand_over(self, model: int, layer: int, which: int, matrix: Tensor) -> bool:
         assert matrix.data is not None
-        return bool(
-            self._library.duo_matrix(model, layer, which, matrix.kind, matrix.data.ctypes.data, matrix.rows, matrix.columns)
-        )
+        where = matrix.data.ctypes.data
+        return bool(self._library.duo_matrix(model, layer, which, matrix.kind, where, matrix.rows, matrix.columns))
 
     def open(self, prompt: Sequence[int], unread: int = 0) -> None:
         self._cached = min(common_prefix(self._tokens[: self._cached], prompt), len(prompt) - 1)
@@ -241,78 +235,8 @@ class NativeDraft:
             self._words.close()
 
 
-class Shape:
-    """A Llama's numbers, as its file has them."""
-
-    def __init__(self, file: GgufFile) -> None:
-        value = file.values
-        self.width, self.heads = int(value["llama.embedding_length"]), int(value["llama.attention.head_count"])
-        self.kv_heads = int(value.get("llama.attention.head_count_kv", self.heads))
-        self.head = int(value.get("llama.attention.key_length", self.width // self.heads))
-        self.feed, self.layers = int(value["llama.feed_forward_length"]), int(value["llama.block_count"])
-        self.vocabulary = file.tensors["token_embd.weight"].rows
-        self.epsilon = float(value.get("llama.attention.layer_norm_rms_epsilon", 1e-5))
-        base = float(value.get("llama.rope.freq_base", 10_000.0))
-        self.frequencies = (base ** -(np.arange(0, self.head, 2) / self.head)).astype(np.float32)
-        if (factors := file.tensors.get("rope_freqs.weight")) is not None:
-            self.frequencies = (self.frequencies / _floats(factors)).astype(np.float32)
-
-    def numbers(self) -> list[int]:
-        return [self.width, self.heads, self.kv_heads, self.head, self.feed, self.layers, self.vocabulary]
-
-
-def check(file: GgufFile) -> None:
-    """Raises BackendMissing if our own engine cannot run the model."""
-    why = _why_not(file)
-    if why:
-        raise BackendMissing("our own engine cannot run this draft", why, "llama.cpp can: --draft-engine llamacpp")
-
-
-def _why_not(file: GgufFile) -> str:
-    values, tensors = file.values, file.tensors
-    architecture = values.get("general.architecture")
-    if architecture != "llama":
-        return f"its architecture is {architecture}, not llama"
-    strange = sorted({name.rsplit(".", 1)[-1] for name in tensors} - {"weight"})
-    if strange or any("_norm" in name and name.split(".")[-2] in {"attn_q_norm", "attn_k_norm"} for name in tensors):
-        return f"it has {', '.join(strange) or 'norms of queries'}"
-    if values.get("llama.expert_count") or values.get("llama.rope.scaling.type") not in {None, "none"}:
-        return "it has experts or scaled positions"
-    kinds = sorted({tensor.kind for tensor in tensors.values()} - KINDS)
-    if kinds:
-        return f"its weights are of type {kinds[0]} (F32, F16, BF16, Q8_0, Q4_0 and Q4_1 it could read)"
-    return _why_not_shape(Shape(file), values)
-
-
-def _why_not_shape(shape: Shape, values: dict[str, object]) -> str:
-    if values.get("llama.rope.dimension_count", shape.head) != shape.head:
-        return "a part of a head has no position"
-    if values.get("llama.attention.value_length", shape.head) != shape.head or shape.head % LANES or shape.head > 256:
-        return f"its heads are of {shape.head}"
-    if shape.width % 32 or shape.feed % 32 or shape.heads % shape.kv_heads or shape.heads // shape.kv_heads > 8:
-        return f"its shape is {shape.numbers()}"
-    return ""
-
-
-def joint(tensors: dict[str, Tensor], begin: str) -> Tensor:
-    """Queries, keys and values in one matrix."""
-    if (whole := tensors.get(f"{begin}attn_qkv.weight")) is not None:
-        return whole
-    parts = [tensors[f"{begin}attn_{name}.weight"] for name in ("q", "k", "v")]
-    if len({part.kind for part in parts}) > 1:
-        raise BackendMissing("our own engine cannot run this draft", "its queries, keys and values are of different types")
-    data = np.concatenate([part.data for part in parts if part.data is not None])
-    return Tensor(parts[0].kind, sum(part.rows for part in parts), parts[0].columns, data)
-
-
-def _floats(tensor: Tensor) -> npt.NDArray[np.float32]:
-    assert tensor.data is not None
-    if tensor.kind == F32:
-        return tensor.data.view("<f4")
-    if tensor.kind == F16:
-        return tensor.data.view("<f2").astype(np.float32)
-    assert tensor.kind == BF16
-    return (tensor.data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+def _at(numbers: npt.NDArray[np.float32] | None) -> int | None:
+    return None if numbers is None else numbers.ctypes.data
 
 
 def _ints(count: int) -> Any:
