@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from duodecoding import machine, models
 from duodecoding.backends import load_target
+from duodecoding.backends.base import Target
 from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.types import EngineConfig
 
@@ -47,8 +49,16 @@ def random_draft(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def real_target(model_path: Path) -> Iterator[LlamaTarget]:
+def real_target(model_path: Path) -> Iterator[Target]:
+    """On whatever engine is chosen here: our own, but where it cannot be built or is not fast."""
     target = load_target(model_path, SMALL)
+    yield target
+    target.close()
+
+
+@pytest.fixture(scope="session")
+def llama_target(model_path: Path) -> Iterator[LlamaTarget]:
+    target = load_target(model_path, replace(SMALL, backend="llamacpp"))
     assert isinstance(target, LlamaTarget)
     yield target
     target.close()

@@ -14,7 +14,7 @@ import pytest
 from duodecoding import llm as llm_module
 from duodecoding.backends.native import load
 from duodecoding.cli import flags, reader
-from duodecoding.cli.doctor import _cuda_line, _draft_engine_line, _floor_line
+from duodecoding.cli.doctor import _cuda_line, _engine_line, _floor_line
 from duodecoding.cli.interrupts import Interrupts
 from duodecoding.cli.main import main
 from duodecoding.cli.terminal import COLOURS, Terminal, stats_line
@@ -489,11 +489,11 @@ def test_doctor(capsys):
 def test_doctor_says_who_runs_drafts(capsys, monkeypatch, tmp_path):
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["draft_engine"] == {"engine": "native", "why": ""}
-    monkeypatch.setattr("duodecoding.backends.native.library", lambda: load(tmp_path / "draft.so"))
+    monkeypatch.setattr("duodecoding.backends.native.library", lambda **_: load(tmp_path / "draft.so"))
     assert main(["doctor"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "drafts run on llama.cpp, several times slower" in said
-    assert "our own engine" in _draft_engine_line({"engine": "native", "why": ""})
+    assert "on the CPU run llama.cpp, several times slower" in said
+    assert "our own engine" in _engine_line({"engine": "native", "why": ""})
 
 
 def test_doctor_weighs_a_model_against_the_memory(capsys):

@@ -85,23 +85,23 @@ def check_linear(target: LlamaTarget, tokens: int) -> None:
 @pytest.fixture(scope="module")
 def reference(poor_draft: Path) -> Iterator[LlamaTarget]:
     """A model of 6 layers: all kernels of the real one in a fifth of the time."""
-    loaded = load_target(poor_draft, EngineConfig(ctx_size=1024, threads=1))
+    loaded = load_target(poor_draft, EngineConfig(ctx_size=1024, threads=1, backend="llamacpp"))
     assert isinstance(loaded, LlamaTarget)
     yield loaded
     loaded.close()
 
 
 @pytest.mark.parametrize("context", [1, 20, 520])  # beyond 512 cells attention may split its work
-def test_a_tree_pass_gives_the_logits_of_a_linear_decode(real_target: LlamaTarget, context: int) -> None:
-    prompt = tokens_of(real_target, context)
-    expected = {i: linear(real_target, prompt, path_of(TREE, i))[-1] for i in (ROOT, 2, 3, 6)}
+def test_a_tree_pass_gives_the_logits_of_a_linear_decode(llama_target: LlamaTarget, context: int) -> None:
+    prompt = tokens_of(llama_target, context)
+    expected = {i: linear(llama_target, prompt, path_of(TREE, i))[-1] for i in (ROOT, 2, 3, 6)}
     between = {0: 2, 1: 2, 4: 6, 5: 6}
     for i, below in between.items():
-        expected[i] = linear(real_target, prompt, path_of(TREE, below))[len(path_of(TREE, i))]
-    conversation = real_target.open(prompt, GREEDY)
-    real_target.verify([(conversation, TREE)])
-    rows = logits(real_target)
-    assert rows.shape == (1 + len(TREE), real_target.vocabulary.size)
+        expected[i] = linear(llama_target, prompt, path_of(TREE, below))[len(path_of(TREE, i))]
+    conversation = llama_target.open(prompt, GREEDY)
+    llama_target.verify([(conversation, TREE)])
+    rows = logits(llama_target)
+    assert rows.shape == (1 + len(TREE), llama_target.vocabulary.size)
     for i, row in expected.items():
         assert np.array_equal(rows[i + 1], row), f"node {i}"
 
@@ -126,21 +126,21 @@ def test_replay_after_a_commit(reference: LlamaTarget, context: int, accepted: l
 
 
 @pytest.mark.parametrize("order", [[0, 4, 1, 3, 5, 2, 6], [0, 3, 1, 4, 5, 6, 2], [4, 0, 3, 1, 5, 2, 6]], ids=str)
-def test_a_pass_in_any_order_of_nodes(real_target: LlamaTarget, order: list[int]) -> None:
+def test_a_pass_in_any_order_of_nodes(llama_target: LlamaTarget, order: list[int]) -> None:
     """Parents before children is all that a pass promises. In the second order a leaf comes before the front goes on."""
     nodes = [PassNode(order.index(TREE[i].parent) if TREE[i].parent != ROOT else ROOT, TREE[i].token) for i in order]
-    prompt = tokens_of(real_target, 20)
+    prompt = tokens_of(llama_target, 20)
     for leaf in (2, 3, 6):
         path = path_of(TREE, leaf)
-        expected = linear(real_target, prompt, [*path, 9, 11])
-        conversation = real_target.open(prompt, GREEDY)
-        real_target.verify([(conversation, nodes)])
-        assert np.array_equal(logits(real_target)[1 + order.index(leaf)], expected[len(path)])
+        expected = linear(llama_target, prompt, [*path, 9, 11])
+        conversation = llama_target.open(prompt, GREEDY)
+        llama_target.verify([(conversation, nodes)])
+        assert np.array_equal(logits(llama_target)[1 + order.index(leaf)], expected[len(path)])
         conversation.commit([*path, 9])
-        check_linear(real_target, conversation.cached)
-        real_target.verify([(conversation, [PassNode(ROOT, 11)])])
-        assert np.array_equal(logits(real_target)[0], expected[-2])
-        assert np.array_equal(logits(real_target)[1], expected[-1])
+        check_linear(llama_target, conversation.cached)
+        llama_target.verify([(conversation, [PassNode(ROOT, 11)])])
+        assert np.array_equal(logits(llama_target)[0], expected[-2])
+        assert np.array_equal(logits(llama_target)[1], expected[-1])
 
 
 def test_a_prompt_in_pieces(reference: LlamaTarget) -> None:
@@ -160,11 +160,11 @@ def test_a_prompt_in_pieces(reference: LlamaTarget) -> None:
     assert all(np.array_equal(row, rows[0]) for row in rows)
 
 
-def test_the_number_of_threads_changes_nothing(model_path: Path, real_target: LlamaTarget) -> None:
-    prompt = tokens_of(real_target, 6)
-    two = load_target(model_path, EngineConfig(ctx_size=256, threads=2))
+def test_the_number_of_threads_changes_nothing(model_path: Path, llama_target: LlamaTarget) -> None:
+    prompt = tokens_of(llama_target, 6)
+    two = load_target(model_path, EngineConfig(ctx_size=256, threads=2, backend="llamacpp"))
     assert isinstance(two, LlamaTarget)
-    expected = linear(real_target, prompt, [338])
+    expected = linear(llama_target, prompt, [338])
     assert all(np.array_equal(a, b) for a, b in zip(linear(two, prompt, [338]), expected, strict=True))
     two.close()
 
@@ -179,7 +179,8 @@ def float_model(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS"])
 def test_other_quantisations(kind: str, float_model: Path, tmp_path: Path) -> None:
     """A pass of few tokens, of many, and of one: whatever kernels llama.cpp has for them."""
-    target = load_target(tinymodels.quantised(float_model, tmp_path / "small.gguf", kind), EngineConfig(ctx_size=256, threads=1))
+    path = tinymodels.quantised(float_model, tmp_path / "small.gguf", kind)
+    target = load_target(path, EngineConfig(ctx_size=256, threads=1, backend="llamacpp"))
     assert isinstance(target, LlamaTarget)
     prompt = tokens_of(target, 24)
     siblings = [PassNode(ROOT, token) for token in range(2000, 2010)]
@@ -200,11 +201,11 @@ def test_other_quantisations(kind: str, float_model: Path, tmp_path: Path) -> No
     "params", [GREEDY, SamplingParams(temperature=0.9, seed=7, repetition_penalty=1.2)], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_passes_of_random_trees_commit_the_plain_answer(real_target: LlamaTarget, params: SamplingParams, seed: int) -> None:
+def test_passes_of_random_trees_commit_the_plain_answer(llama_target: LlamaTarget, params: SamplingParams, seed: int) -> None:
     """Trees with the right tokens somewhere in them, in any order, among wrong ones; some rounds bare."""
     dice = random.Random(seed)
-    prompt = tokens_of(real_target, 12)
-    plain = answer(real_target, prompt, params, 24, lambda answered: [])
+    prompt = tokens_of(llama_target, 12)
+    plain = answer(llama_target, prompt, params, 24, lambda answered: [])
     right = [*plain, *plain]
 
     def guess(answered: int) -> list[PassNode]:
@@ -219,7 +220,7 @@ def test_passes_of_random_trees_commit_the_plain_answer(real_target: LlamaTarget
             trunk = nodes.index(child)
         return nodes
 
-    assert answer(real_target, prompt, params, 24, guess)[:24] == plain[:24]
+    assert answer(llama_target, prompt, params, 24, guess)[:24] == plain[:24]
 
 
 def answer(target: LlamaTarget, prompt: list[int], params: SamplingParams, length: int, guess: object) -> list[int]:
@@ -250,90 +251,90 @@ def test_paths_share_their_beginning() -> None:
     assert paths_of([]) == []
 
 
-def test_too_many_paths_and_foreign_conversations_are_refused(real_target: LlamaTarget) -> None:
-    conversation = real_target.open([1, 2, 3], GREEDY)
+def test_too_many_paths_and_foreign_conversations_are_refused(llama_target: LlamaTarget) -> None:
+    conversation = llama_target.open([1, 2, 3], GREEDY)
     with pytest.raises(UsageError, match="129 paths"):
-        real_target.verify([(conversation, [PassNode(ROOT, token) for token in range(MAX_SEQUENCES + 1)])])
+        llama_target.verify([(conversation, [PassNode(ROOT, token) for token in range(MAX_SEQUENCES + 1)])])
     with pytest.raises(UsageError, match="one at a time"):
-        real_target.verify([(conversation, []), (conversation, [])])
+        llama_target.verify([(conversation, []), (conversation, [])])
     vocabulary = scripted.ScriptedVocabulary(16)
     foreign = scripted.ScriptedTarget(vocabulary, scripted.random_script(16)).open([1], GREEDY)
     with pytest.raises(UsageError, match="another backend"):
-        real_target.verify([(foreign, [])])
+        llama_target.verify([(foreign, [])])
 
 
 # Prefix reuse, interruptions
 
 
-def test_the_next_turn_does_not_read_the_common_prefix_again(real_target: LlamaTarget) -> None:
-    forget(real_target)
-    llm = LLM.of(real_target, Drafters(), EngineConfig(mode=Mode.OFF))
+def test_the_next_turn_does_not_read_the_common_prefix_again(llama_target: LlamaTarget) -> None:
+    forget(llama_target)
+    llm = LLM.of(llama_target, Drafters(), EngineConfig(mode=Mode.OFF))
     params = SamplingParams(max_tokens=6, temperature=0.7, seed=3)
-    prompt = tokens_of(real_target, 40)
+    prompt = tokens_of(llama_target, 40)
     first = llm.generate(prompt, params)
-    longer = [*prompt, *first.token_ids, *tokens_of(real_target, 5)]
+    longer = [*prompt, *first.token_ids, *tokens_of(llama_target, 5)]
     second = llm.generate(longer, params)
     assert (first.stats.reused_tokens, second.stats.reused_tokens) == (0, 40 + 5)
     fork = llm.generate([*prompt[:30], 99, 100], params)
     assert fork.stats.reused_tokens == 30
     again = llm.generate(longer, params)
     assert again.stats.reused_tokens == 30
-    forget(real_target)
+    forget(llama_target)
     fresh = llm.generate(longer, params)
     assert fresh.stats.reused_tokens == 0
     assert fresh.token_ids == second.token_ids == again.token_ids
 
 
-def test_two_conversations_in_turns(real_target: LlamaTarget) -> None:
+def test_two_conversations_in_turns(llama_target: LlamaTarget) -> None:
     """The cache goes from one to the other and back; both answers are as if alone."""
-    prompts = tokens_of(real_target, 10), tokens_of(real_target, 14)[3:]
-    alone = [answer(real_target, prompt, GREEDY, 4, lambda answered: []) for prompt in prompts]
-    conversations = [real_target.open(prompt, GREEDY) for prompt in prompts]
+    prompts = tokens_of(llama_target, 10), tokens_of(llama_target, 14)[3:]
+    alone = [answer(llama_target, prompt, GREEDY, 4, lambda answered: []) for prompt in prompts]
+    conversations = [llama_target.open(prompt, GREEDY) for prompt in prompts]
     for _ in range(4):
         for conversation in conversations:
-            choose = real_target.verify([(conversation, [])])[0]
+            choose = llama_target.verify([(conversation, [])])[0]
             conversation.commit([choose(ROOT).token])
     assert [c.tokens[len(p) :] for c, p in zip(conversations, prompts, strict=True)] == alone
 
 
 @pytest.mark.parametrize("nodes", [[], TREE], ids=["bare", "tree"])
-def test_an_abort_ends_a_pass_and_the_next_answer_is_right(real_target: LlamaTarget, nodes: list[PassNode]) -> None:
-    prompt = tokens_of(real_target, 30)
-    expected = answer(real_target, prompt, GREEDY, 5, lambda answered: [])
-    conversation = real_target.open(prompt, GREEDY)
-    choose = real_target.verify([(conversation, [])])[0]
+def test_an_abort_ends_a_pass_and_the_next_answer_is_right(llama_target: LlamaTarget, nodes: list[PassNode]) -> None:
+    prompt = tokens_of(llama_target, 30)
+    expected = answer(llama_target, prompt, GREEDY, 5, lambda answered: [])
+    conversation = llama_target.open(prompt, GREEDY)
+    choose = llama_target.verify([(conversation, [])])[0]
     conversation.commit([choose(ROOT).token])
-    real_target.abort()
+    llama_target.abort()
     with pytest.raises(Interrupted):
-        real_target.verify([(conversation, nodes)])
-    check_linear(real_target, conversation.cached)
-    choose = real_target.verify([(conversation, [])])[0]  # the same conversation can go on
+        llama_target.verify([(conversation, nodes)])
+    check_linear(llama_target, conversation.cached)
+    choose = llama_target.verify([(conversation, [])])[0]  # the same conversation can go on
     assert choose(ROOT).token == expected[1]
-    assert answer(real_target, prompt, GREEDY, 5, lambda answered: []) == expected
+    assert answer(llama_target, prompt, GREEDY, 5, lambda answered: []) == expected
 
 
-def test_an_abort_while_reading_a_prompt(real_target: LlamaTarget) -> None:
-    forget(real_target)
-    conversation = real_target.open(tokens_of(real_target, 700), GREEDY)
-    real_target.abort()
+def test_an_abort_while_reading_a_prompt(llama_target: LlamaTarget) -> None:
+    forget(llama_target)
+    conversation = llama_target.open(tokens_of(llama_target, 700), GREEDY)
+    llama_target.abort()
     with pytest.raises(Interrupted):
-        real_target.verify([(conversation, [])])
-    check_linear(real_target, 0)
+        llama_target.verify([(conversation, [])])
+    check_linear(llama_target, 0)
 
 
-def test_an_abort_between_answers_does_not_hit_the_next(real_target: LlamaTarget) -> None:
-    prompt = tokens_of(real_target, 10)
-    expected = answer(real_target, prompt, GREEDY, 2, lambda answered: [])
-    real_target.abort()
-    assert answer(real_target, prompt, GREEDY, 2, lambda answered: []) == expected
+def test_an_abort_between_answers_does_not_hit_the_next(llama_target: LlamaTarget) -> None:
+    prompt = tokens_of(llama_target, 10)
+    expected = answer(llama_target, prompt, GREEDY, 2, lambda answered: [])
+    llama_target.abort()
+    assert answer(llama_target, prompt, GREEDY, 2, lambda answered: []) == expected
 
 
-def test_a_stream_closed_half_way(real_target: LlamaTarget, random_draft: Path) -> None:
+def test_a_stream_closed_half_way(llama_target: LlamaTarget, random_draft: Path) -> None:
     config = EngineConfig(mode=Mode.SERIAL, threads=1, ctx_size=256)
     drafters = Drafters(model=ModelDrafter(load_draft(random_draft, config)))
-    llm = LLM.of(real_target, drafters, config)
+    llm = LLM.of(llama_target, drafters, config)
     params = SamplingParams(max_tokens=6, temperature=0.8)
-    forget(real_target)
+    forget(llama_target)
     expected = llm.generate(TEXT, params).token_ids
     stream = llm.stream(TEXT + "he", SamplingParams(max_tokens=50))
     for _ in zip(range(3), stream, strict=False):
@@ -505,15 +506,15 @@ def test_a_draft_reads_a_long_prompt_in_chunks(draft: LlamaDraft, reference: Lla
 # Vocabulary, files
 
 
-def test_pieces_put_together_are_the_text(real_target: LlamaTarget) -> None:
-    vocabulary = real_target.vocabulary
+def test_pieces_put_together_are_the_text(llama_target: LlamaTarget) -> None:
+    vocabulary = llama_target.vocabulary
     for text in (TEXT, "naïve café 日本語 😀", "  two  spaces\n\n\ttab", "a" * 500):
         ids = vocabulary.tokenize(text, special=False, bos=False)
         assert b"".join(vocabulary.piece(token) for token in ids).decode() == text
 
 
-def test_control_tokens(real_target: LlamaTarget) -> None:
-    vocabulary = real_target.vocabulary
+def test_control_tokens(llama_target: LlamaTarget) -> None:
+    vocabulary = llama_target.vocabulary
     (end,) = vocabulary.tokenize("<|im_end|>", special=True, bos=False)
     assert end in vocabulary.end_tokens
     assert vocabulary.piece(end) == b""
@@ -522,14 +523,14 @@ def test_control_tokens(real_target: LlamaTarget) -> None:
     assert len(vocabulary.texts()) == vocabulary.size
 
 
-def test_a_vocabulary_without_weights_is_the_same(model_path: Path, real_target: LlamaTarget) -> None:
+def test_a_vocabulary_without_weights_is_the_same(model_path: Path, llama_target: LlamaTarget) -> None:
     light = read_vocabulary(model_path)
     assert (light.size, light.end_tokens, light.chat_template) == (
-        real_target.vocabulary.size,
-        real_target.vocabulary.end_tokens,
-        real_target.vocabulary.chat_template,
+        llama_target.vocabulary.size,
+        llama_target.vocabulary.end_tokens,
+        llama_target.vocabulary.chat_template,
     )
-    assert light.texts() == real_target.vocabulary.texts()
+    assert light.texts() == llama_target.vocabulary.texts()
 
 
 def test_a_file_that_lacks_a_layer(poor_draft: Path, tmp_path: Path) -> None:

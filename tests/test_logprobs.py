@@ -19,6 +19,8 @@ from duodecoding.errors import UsageError
 from duodecoding.sampling import Sampler
 from duodecoding.types import EngineConfig, Mode
 
+COLOURS = "red green blue red green blue red"
+
 
 @settings(max_examples=60)
 @given(worlds(), parameters(), configs(), st.integers(1, 20))
@@ -57,8 +59,12 @@ def both_modes(target: Target, prompt: list[int]) -> None:
     assert [[id for id, _ in token.top] for token in plain.tokens] == [[id for id, _ in token.top] for token in quick.tokens]
 
 
-def test_with_llama_cpp(real_target: LlamaTarget):
-    both_modes(real_target, real_target.vocabulary.tokenize("red green blue red green blue red", special=True, bos=True))
+def test_with_llama_cpp(llama_target: LlamaTarget):
+    both_modes(llama_target, llama_target.vocabulary.tokenize(COLOURS, special=True, bos=True))
+
+
+def test_with_our_own_engine(real_target: Target):
+    both_modes(real_target, real_target.vocabulary.tokenize(COLOURS, special=True, bos=True))
 
 
 def test_with_torch():

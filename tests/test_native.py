@@ -73,7 +73,7 @@ class Reference:
     """llama.cpp on the same file."""
 
     def __init__(self, path: Path) -> None:
-        target = load_target(path, SMALL)
+        target = load_target(path, replace(SMALL, backend="llamacpp"))
         assert isinstance(target, LlamaTarget)
         self.target = target
 
@@ -283,7 +283,7 @@ def test_what_is_not_there_is_refused(draft: NativeDraft, embedded: Path) -> Non
     draft.open(prompt)
     draft.expand([Leaf(1, None, prompt[-1], last)])
     with pytest.raises(BackendFailure, match="cannot take this step"):
-        draft.expand([Leaf(2, 1, 5, draft._room)])
+        draft.expand([Leaf(2, 1, 5, draft._model.trunk)])
     trimmed = NativeDraft(embedded, context=256, threads=1)
     trimmed.open([5, trimmed.vocabulary.size, 6])
     with pytest.raises(BackendFailure, match="cannot take this step"):
@@ -425,7 +425,7 @@ def test_where_it_is_not_fast_llama_cpp_drafts(embedded: Path, monkeypatch: pyte
         pytest.skip(f"this compiler does not know {processor}")
     library = native.load(native.build([f"-march={processor}"]))
     assert bool(library.duo_is_fast()) == fast
-    monkeypatch.setattr(native, "library", lambda: library)
+    monkeypatch.setattr(native, "library", lambda **_: library)
     if fast:
         assert native.fast_library() is library
         return

@@ -14,6 +14,7 @@ from duodecoding import LLM, SamplingParams
 from duodecoding.backends import load_target
 from duodecoding.backends.base import Target
 from duodecoding.backends.llamacpp_target import LlamaTarget
+from duodecoding.backends.native_target import NativeTarget
 from duodecoding.backends.shelf import WORTH, Shelf
 from duodecoding.drafting import Drafters
 from duodecoding.types import EngineConfig, Mode
@@ -125,14 +126,14 @@ def in_turns(target: Target, forget: Target) -> None:
 
 @pytest.fixture(scope="module")
 def keeping(model_path: Path) -> Iterator[LlamaTarget]:
-    target = load_target(model_path, EngineConfig(ctx_size=512, threads=1, keep_mb=50))
+    target = load_target(model_path, EngineConfig(ctx_size=512, threads=1, keep_mb=50, backend="llamacpp"))
     assert isinstance(target, LlamaTarget)
     yield target
     target.close()
 
 
-def test_llama_cpp_restores_every_bit(keeping: LlamaTarget, real_target: LlamaTarget) -> None:
-    in_turns(keeping, real_target)
+def test_llama_cpp_restores_every_bit(keeping: LlamaTarget, llama_target: LlamaTarget) -> None:
+    in_turns(keeping, llama_target)
 
 
 def test_llama_cpp_restores_logits_bit_for_bit(keeping: LlamaTarget) -> None:
@@ -148,6 +149,13 @@ def test_llama_cpp_restores_logits_bit_for_bit(keeping: LlamaTarget) -> None:
     assert conversation.reused == 50
     assert np.array_equal(rows[0], rows[2])
     assert not np.array_equal(rows[0], rows[1])
+
+
+def test_our_own_engine_restores_every_bit(model_path: Path) -> None:
+    keeping, forgetting = (NativeTarget(model_path, context=512, threads=1, keep_bytes=size) for size in (50_000_000, 0))
+    in_turns(keeping, forgetting)
+    keeping.close()
+    forgetting.close()
 
 
 def test_torch_restores_every_bit():

@@ -34,3 +34,10 @@ def cpu(*fields: str) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), platform.processor())
+
+
+def available_memory() -> int | None:
+    """Bytes that programs could still get, file caches counted in. None: the system does not say."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -100,7 +100,7 @@ class EngineConfig:
     draft_secret: str = field(default="", repr=False)  # that the server asks for
     branching: int = 8  # guesses kept of an expanded leaf
     draft_engine: Literal["auto", "native", "llamacpp"] = "auto"  # auto: our own where it can run the draft, else llama.cpp
-    backend: Literal["auto", "llamacpp", "torch"] = "auto"  # of the target; auto: llama.cpp for a GGUF file, torch otherwise
+    backend: Literal["auto", "native", "llamacpp", "torch"] = "auto"  # of the target; auto: docs/design.md
     device: str = "auto"  # torch: cpu, cuda, cuda:N; auto: a GPU if there is one
     dtype: str = "auto"  # torch: float32, bfloat16, float16; auto: float32 on a CPU, bfloat16 on a GPU
     compile: Literal["auto", "on", "off"] = "auto"  # torch: faster passes after a slower start; auto: on a GPU

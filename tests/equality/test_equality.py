@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from workers import PATIENCE, Eager
@@ -152,15 +153,19 @@ def close(loaded: Models, request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="module")
 def whole(model_path: Path, poor_draft: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
     threads = int(os.environ.get("DUO_THREADS", "0")) or max(1, physical_cores() - 1)  # one core for the worker
-    config = EngineConfig(ctx_size=2048, threads=threads, max_nodes=16)  # larger trees take a CPU half a second a pass
+    backend: Any = os.environ.get("DUO_BACKEND", "auto")
+    config = EngineConfig(
+        ctx_size=2048, threads=threads, max_nodes=16, backend=backend
+    )  # larger trees take a CPU half a second a pass
     loaded = load(model_path, poor_draft, WHOLE, config)
     yield loaded
     close(loaded, request)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["auto", "llamacpp"])
 def small(model_path: Path, poor_draft: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
-    loaded = load(model_path, poor_draft, SMALL, EngineConfig(ctx_size=512, threads=1, max_nodes=8, draft_length=3))
+    config = EngineConfig(ctx_size=512, threads=1, max_nodes=8, draft_length=3, backend=request.param)
+    loaded = load(model_path, poor_draft, SMALL, config)
     yield loaded
     close(loaded, request)
 

@@ -29,8 +29,12 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 def uses_torch(path: Path, config: EngineConfig) -> bool:
     """Whether the target at `path` will be run by torch."""
-    if config.backend == "llamacpp" and path.is_dir():
-        raise UsageError("the backend is llamacpp", f"{path} holds no GGUF file", "Name a GGUF, or leave out --backend.")
+    if config.backend == "native" and config.gpu_layers != 0:
+        raise UsageError(
+            "layers were to go to a GPU", "the backend native works on the CPU", "Leave out --gpu-layers or --backend."
+        )
+    if config.backend in {"llamacpp", "native"} and path.is_dir():
+        raise UsageError(f"the backend is {config.backend}", f"{path} holds no GGUF file", "Name a GGUF, or leave out --backend.")
     return config.backend == "torch" or path.is_dir()
 
 
@@ -50,6 +54,17 @@ def load_target(path: Path, config: EngineConfig, progress: Progress = lambda wh
         from duodecoding.backends import torch
 
         return torch.load(path, read_vocabulary(path), config, progress)
+    if config.backend != "llamacpp" and config.gpu_layers == 0:
+        from duodecoding.backends import native
+        from duodecoding.backends.native_target import NativeTarget
+
+        try:
+            library = native.library(exact=True) if config.backend == "native" else native.fast_library(exact=True)
+            keep, threads = config.keep_mb * 1_000_000, config.threads
+            return NativeTarget(path, context=config.ctx_size, threads=threads, keep_bytes=keep, library=library, progress=progress)
+        except BackendMissing:
+            if config.backend == "native":
+                raise
     from duodecoding.backends import llamacpp
 
     if config.gpu_layers != 0 and not llamacpp.supports_gpu():
@@ -60,8 +75,7 @@ def load_target(path: Path, config: EngineConfig, progress: Progress = lambda wh
     from duodecoding.backends.llamacpp_target import LlamaTarget
 
     model = llamacpp.LlamaModel(path, gpu_layers=config.gpu_layers)
-    keep = config.keep_mb * 1_000_000
-    return LlamaTarget(model, context=config.ctx_size, threads=config.threads, keep_bytes=keep)
+    return LlamaTarget(model, context=config.ctx_size, threads=config.threads, keep_bytes=config.keep_mb * 1_000_000)
 
 
 def load_draft(path: Path, config: EngineConfig, *, exact: bool = False) -> Draft:

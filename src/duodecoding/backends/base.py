@@ -55,6 +55,7 @@ class Target(Protocol):
     context: int  # most tokens a conversation may have
     weights_bytes: int  # that a pass reads; 0: not known
     pass_sizes: Sequence[int]  # a pass is padded to the next of these numbers of tokens; empty: to none
+    engine: str  # what runs it: native, llamacpp, torch
     overlaps: bool  # does `verify` return while the pass still runs, on a processor of its own?
 
     def open(self, prompt: Sequence[int], params: SamplingParams) -> Conversation:

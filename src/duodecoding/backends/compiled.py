@@ -16,11 +16,11 @@ from pathlib import Path
 
 from duodecoding import machine
 
-FLAGS = (
-    *("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-Wno-psabi"),
-    # Not -ffast-math: linked into a library, it changes how the whole process rounds the smallest numbers.
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-)
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math")
+# Not -ffast-math: linked into a library, it changes how the whole process rounds the smallest numbers.
+LOOSE = ("-fno-signed-zeros", "-fassociative-math")
+# Every number is rounded where the source says so: what is computed in two places of a program is the same.
+EXACT = ("-ffp-contract=off",)
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_SECONDS = 120
 
@@ -37,10 +37,11 @@ def load(path: Path, *, brief: bool = False) -> ctypes.CDLL:
         raise NotBuilt(f"{path} cannot be loaded ({error})") from error
 
 
-def build(source: str, tuning: Sequence[str] = ()) -> Path:
-    """The library of this file, from the cache where it was built before. `tuning`: flags that name another processor than this."""
+def build(source: str, tuning: Sequence[str] = (), *, exact: bool = False) -> Path:
+    """The library of this file, from the cache where it was built before. `tuning`: flags that name another processor than this.
+    `exact`: sums stay as they are written."""
     code = files("duodecoding.backends").joinpath(source).read_bytes()
-    command = [*compiler(), *FLAGS, *(tuning or _tuning())]
+    command = [*compiler(), *FLAGS, *(EXACT if exact else LOOSE), *(tuning or _tuning())]
     # What `native` means here counts, too: a folder may be shared by different machines.
     name = hashlib.sha256(code + "\0".join([*command, machine.cpu("flags", "Features")]).encode()).hexdigest()[:16]
     place = machine.cache_folder() / "native" / f"{Path(source).stem}-{name}.so"

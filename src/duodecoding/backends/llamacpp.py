@@ -310,8 +310,9 @@ class Context:
             self.handle = None
 
 
-def usable_context(model: LlamaModel, wanted: int) -> int:
-    return min(wanted, model.trained_context) if model.trained_context > 0 else wanted
+def usable_context(trained: int, wanted: int) -> int:
+    """`trained`: with so much context; 0: not known."""
+    return min(wanted, trained) if trained > 0 else wanted
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

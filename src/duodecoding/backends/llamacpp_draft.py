@@ -26,7 +26,7 @@ class LlamaDraft:
         self.model = model
         self.vocabulary: Vocabulary = model.vocabulary
         self.token_ids = model.trim.token_ids if model.trim is not None else None
-        self.context = usable_context(model, context)
+        self.context = usable_context(model.trained_context, context)
         self._context = Context(model, self.context, threads, exact=exact, sequences=DRAFT_SEQUENCES)
         self.room = DRAFT_SEQUENCES - 1
         self._exact = exact

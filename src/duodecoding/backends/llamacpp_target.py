@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from duodecoding.backends.base import Conversation, Vocabulary
+from duodecoding.backends.choosing import chooser, only_one
 from duodecoding.backends.llamacpp import BATCH, MAX_SEQUENCES, Context, LlamaModel, usable_context
 from duodecoding.backends.shelf import Shelf
 from duodecoding.core import Choose
 from duodecoding.errors import ModelUnreadable, UsageError
-from duodecoding.sampling import Choice, Sampler
+from duodecoding.sampling import Sampler
 from duodecoding.tree import ROOT, PassNode
 from duodecoding.types import SamplingParams
 
@@ -57,6 +58,7 @@ class LlamaConversation:
 class LlamaTarget:
     """The model whose answer it is. One conversation at a time owns the KV cache; another one takes over what they share."""
 
+    engine = "llamacpp"
     overlaps = False
     pass_sizes: Sequence[int] = ()
 
@@ -67,7 +69,7 @@ class LlamaTarget:
         model.check_can_roll_back()
         self.model = model
         self.vocabulary: Vocabulary = model.vocabulary
-        self.context = usable_context(model, context)
+        self.context = usable_context(model.trained_context, context)
         self._context = Context(model, self.context, threads, exact=True)
         self._shelf = Shelf(keep_bytes, self._context.save, self._context.load)
         self.weights_bytes = model.weights_bytes
@@ -112,11 +114,7 @@ class LlamaTarget:
             self._context.keep_only(0)
 
     def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
-        if len(work) != 1:
-            raise UsageError(f"{len(work)} conversations in one pass", "llama.cpp serves one at a time here")
-        conversation, nodes = work[0]
-        if not isinstance(conversation, LlamaConversation):
-            raise UsageError("this conversation belongs to another backend")
+        conversation, nodes = only_one(work, LlamaConversation)
         return [self._pass(conversation, nodes)]
 
     def _pass(self, conversation: LlamaConversation, nodes: Sequence[PassNode]) -> Choose:
@@ -128,24 +126,7 @@ class LlamaTarget:
             self.trim(conversation)
             raise
         conversation.nodes = nodes
-        rows = self._context.logits()
-        if not nodes:
-            return lambda _: conversation.sampler.choose(rows[0], len(conversation.tokens))
-        depth = [0] * len(nodes)
-        for i, node in enumerate(nodes):
-            depth[i] = 1 if node.parent == ROOT else depth[node.parent] + 1
-
-        def choose(i: int) -> Choice:
-            path: list[int] = []
-            below = 0 if i == ROOT else depth[i]
-            at = i
-            while at != ROOT:
-                path.append(nodes[at].token)
-                at = nodes[at].parent
-            path.reverse()
-            return conversation.sampler.choose(rows[i + 1], len(conversation.tokens) + below, path)
-
-        return choose
+        return chooser(conversation, nodes, self._context.logits())
 
     def _read_ahead(self, conversation: LlamaConversation, room: int) -> None:
         """Decode committed tokens without logits until the rest fits into one pass with `room` guesses."""

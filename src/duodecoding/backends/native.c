@@ -8,7 +8,10 @@
    vector holds four columns of LANES rows. Other types become bytes when they are loaded. Activations are bytes with a scale for each 32. Keys and values of committed tokens ("the trunk") are
    bfloat16: keys by LANES positions, values by position; those of guesses ("the tree") are float32.
 
-   Nothing here needs to be exact: a guess is a guess. One process may have several models; one model serves one caller. */
+   A draft need not be exact: a guess is a guess. A target must be: there (`exact`) the logits of a row are the same to the bit,
+   whatever else is in its step and wherever its ancestors' keys lie. So attention goes in stretches of STRETCH positions, counted
+   from the first, with the tree's keys, rounded as the trunk's are, put where their positions are; and this file is compiled without
+   anything that lets a compiler change the order of sums. One process may have several models; one model serves one caller. */
 
 #define _GNU_SOURCE
 #include <math.h>
@@ -103,6 +106,17 @@ INLINE vf load_bf16(const uint16_t *p) { return (vf)(__builtin_convertvector((vh
 INLINE vf pick(vi which, vf a, vf b) { return (vf)(((vi)a & which) | ((vi)b & ~which)); }
 INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
 
+/* a * b + c, rounded once where the processor can: said here, for where sums must be exact a compiler may not decide. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define SWAP(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
@@ -150,12 +164,12 @@ INLINE vf exponential(vf x) {
     t = pick(t < 126.0f, t, all(126.0f));
     vi power = __builtin_convertvector(t + 126.5f, vi) - 126; /* to the nearest: what is converted is positive */
     vf r = (t - __builtin_convertvector(power, vf)) * 0.69314718f;
-    vf p = r * 0.00138888889f + 0.00833333333f;
-    p = p * r + 0.0416666667f;
-    p = p * r + 0.166666667f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    vf p = fused(r, all(0.00138888889f), all(0.00833333333f));
+    p = fused(p, r, all(0.0416666667f));
+    p = fused(p, r, all(0.166666667f));
+    p = fused(p, r, all(0.5f));
+    p = fused(p, r, all(1.0f));
+    p = fused(p, r, all(1.0f));
     return pick(t > -126.0f, (vf)((vi)p + (power << 23)), all(0.0f));
 }
 
@@ -477,10 +491,10 @@ INLINE void product_of(const matrix *m, int unit, const bytes *a, int first, con
             }
         }
         const vf scale = load_scales(scales + (size_t)b * LANES);
-        for (int i = 0; i < count; i++) total[i] += __builtin_convertvector(part[i], vf) * (scale * s[i * blocks + b]);
+        for (int i = 0; i < count; i++) total[i] = fused(__builtin_convertvector(part[i], vf), scale * s[i * blocks + b], total[i]);
         if (kept == NIBBLES_ABOVE) {
             const vf lowest = load_scales(least + (size_t)b * LANES);
-            for (int i = 0; i < count; i++) total[i] += lowest * (s[i * blocks + b] * sums[i * blocks + b]);
+            for (int i = 0; i < count; i++) total[i] = fused(lowest, all(s[i * blocks + b] * sums[i * blocks + b]), total[i]);
         }
     }
     for (int i = 0; i < count; i++) out[i] = total[i];
@@ -546,7 +560,7 @@ typedef struct { /* what one thread found in its part of a row of logits */
 } notes;
 
 typedef struct duo_model {
-    int width, heads, kv_heads, head, feed, layers, vocabulary, context, nodes, threads;
+    int width, heads, kv_heads, head, feed, layers, vocabulary, context, nodes, exact, threads;
     float epsilon;
     arena arena;
     layer *layer;
@@ -676,6 +690,7 @@ INLINE void put(duo_model *m, layer *l, int row, int at, vf v) {
     const int place = m->work.places[row];
     if (place >= m->context) {
         float *tree = is_key ? l->tree_keys : l->tree_values;
+        for (int i = 0; i < LANES && m->exact; i++) v[i] = from_bf16(to_bf16(v[i]));
         store(tree + ((size_t)h * m->nodes + place - m->context) * m->head + d, v);
     } else if (is_key) {
         uint16_t *to = l->keys + ((size_t)h * m->context + place / LANES * LANES) * m->head + (size_t)d * LANES + place % LANES;
@@ -725,7 +740,7 @@ INLINE void score_block(const float *const *query, const uint16_t *block, const 
     for (int i = 0; i < queries; i++) scores[i] = all(0);
     for (int d = 0; d < head; d++) {
         const vf k = load_bf16(block + d * LANES);
-        for (int i = 0; i < queries; i++) scores[i] += query[i][d] * k;
+        for (int i = 0; i < queries; i++) scores[i] = fused(all(query[i][d]), k, scores[i]);
     }
 }
 
@@ -738,7 +753,7 @@ INLINE void weigh(float (*weights)[STRETCH], const uint16_t *values, int head, i
     for (int p = 0; p < count; p++, values += head)
         for (int v = 0; v < vectors; v++) {
             const vf value = load_bf16(values + v * LANES);
-            for (int i = 0; i < queries; i++) total[i][v] += weights[i][p] * value;
+            for (int i = 0; i < queries; i++) total[i][v] = fused(all(weights[i][p]), value, total[i][v]);
         }
     for (int i = 0; i < queries; i++)
         for (int v = 0; v < vectors; v++) store(results[i] + at + v * LANES, total[i][v]);
@@ -751,61 +766,84 @@ INLINE void weigh_all(float (*weights)[STRETCH], const uint16_t *values, const i
     for (; d < head; d += LANES) weigh(weights, values + d, head, count, queries, 1, fade, results, 2 + d);
 }
 
-/* Queries of `rows` rows and one key head over the trunk's positions `low` to `high`. A part: maximum, sum, weighted values. */
-INLINE void attend_with(duo_model *m, layer *l, int kv, int first, int rows, int low, int high, int part, const int head) {
-    const int group = m->heads / m->kv_heads, count = rows * group;
-    const uint16_t *keys = l->keys + (size_t)kv * m->context * head, *values = l->values + (size_t)kv * m->context * head;
+typedef struct { /* queries that look at the same keys */
+    int count, end[SHARED * 8]; /* the position behind the last that each may see */
     const float *query[SHARED * 8];
-    float *result[SHARED * 8];
-    int end[SHARED * 8];
-    _Alignas(64) float score[SHARED * 8][STRETCH];
-    for (int i = 0; i < count; i++) {
-        int row = first + i / group, h = kv * group + i % group;
-        query[i] = m->queries + ((size_t)row * m->heads + h) * head;
-        result[i] = m->parts + (((size_t)row * m->heads + h) * m->work.stretches + part) * (2 + head);
-        result[i][0] = HARDLY;
-        for (int d = 1; d < 2 + head; d++) result[i][d] = 0;
-        end[i] = m->work.ends[row];
+    float *result[SHARED * 8]; /* maximum, sum, weighted values */
+} lookers;
+
+/* How far a row sees the trunk: exactly, where it is in the tree, only those stretches that are full. */
+INLINE int trunk_end(const duo_model *m, int row) {
+    const int end = m->work.ends[row];
+    return m->exact && m->work.starts[row + 1] > m->work.starts[row] ? end / STRETCH * STRETCH : end;
+}
+
+/* All heads of `rows` rows that have the key head `kv`. */
+INLINE void look(const duo_model *m, lookers *all, int kv, int first, int rows, int part, const int head) {
+    const int group = m->heads / m->kv_heads;
+    all->count = rows * group;
+    for (int i = 0; i < all->count; i++) {
+        const int row = first + i / group, h = kv * group + i % group;
+        all->query[i] = m->queries + ((size_t)row * m->heads + h) * head;
+        all->result[i] = m->parts + (((size_t)row * m->heads + h) * m->work.stretches + part) * (2 + head);
+        all->result[i][0] = HARDLY;
+        for (int d = 1; d < 2 + head; d++) all->result[i][d] = 0;
+        all->end[i] = trunk_end(m, row);
     }
-    for (int start = low; start < high; start += STRETCH) {
-        const int stop = high < start + STRETCH ? high : start + STRETCH, blocks = (stop - start + LANES - 1) / LANES;
-        for (int b = 0; b < blocks; b++) {
-            const uint16_t *block = keys + (size_t)(start + b * LANES) * head;
-            vi place;
-            for (int i = 0; i < LANES; i++) place[i] = start + b * LANES + i;
-            for (int i = 0, some; i < count; i += some) {
-                vf s[TOGETHER];
-                some = at_once(count - i);
-                if (some == TOGETHER) score_block(query + i, block, head, TOGETHER, s);
-                else if (some == 3) score_block(query + i, block, head, 3, s);
-                else score_block(query + i, block, head, 1, s);
-                for (int j = 0; j < some; j++) {
-                    const vi seen = (place >= m->work.begin) & (place < end[i + j]);
-                    *(vf *)(score[i + j] + b * LANES) = pick(seen, s[j], all(NEVER));
-                }
-            }
-        }
-        float fade[SHARED * 8];
-        for (int i = 0; i < count; i++) {
-            vf most = *(vf *)score[i], total = all(0);
-            for (int b = 1; b < blocks; b++) most = larger(most, *(vf *)(score[i] + b * LANES));
-            const float before = result[i][0], now = fmaxf(before, largest(most));
-            fade[i] = start > low ? expf(before - now) : 0;
-            for (int b = 0; b < blocks; b++) {
-                vf weight = exponential(*(vf *)(score[i] + b * LANES) - now);
-                *(vf *)(score[i] + b * LANES) = weight;
-                total += weight;
-            }
-            result[i][0] = now;
-            result[i][1] = result[i][1] * fade[i] + sum(total);
-        }
-        const uint16_t *from = values + (size_t)start * head;
+}
+
+/* The queries over positions `start` to `stop`, STRETCH at most, whose keys and values begin at `keys` and `values`. */
+INLINE void attend_stretch(const duo_model *m, const lookers *all_of, const uint16_t *keys, const uint16_t *values, int start, int stop,
+                           int is_first, const int head) {
+    const int count = all_of->count, blocks = (stop - start + LANES - 1) / LANES;
+    _Alignas(64) float score[SHARED * 8][STRETCH];
+    float fade[SHARED * 8];
+    for (int b = 0; b < blocks; b++) {
+        const uint16_t *block = keys + (size_t)b * LANES * head;
+        vi place;
+        for (int i = 0; i < LANES; i++) place[i] = start + b * LANES + i;
         for (int i = 0, some; i < count; i += some) {
+            vf s[TOGETHER];
             some = at_once(count - i);
-            if (some == TOGETHER) weigh_all(score + i, from, head, stop - start, TOGETHER, fade + i, result + i);
-            else if (some == 3) weigh_all(score + i, from, head, stop - start, 3, fade + i, result + i);
-            else weigh_all(score + i, from, head, stop - start, 1, fade + i, result + i);
+            if (some == TOGETHER) score_block(all_of->query + i, block, head, TOGETHER, s);
+            else if (some == 3) score_block(all_of->query + i, block, head, 3, s);
+            else score_block(all_of->query + i, block, head, 1, s);
+            for (int j = 0; j < some; j++) {
+                const vi seen = (place >= m->work.begin) & (place < all_of->end[i + j]);
+                *(vf *)(score[i + j] + b * LANES) = pick(seen, s[j], all(NEVER));
+            }
         }
+    }
+    for (int i = 0; i < count; i++) {
+        float *result = all_of->result[i];
+        vf most = *(vf *)score[i], total = all(0);
+        for (int b = 1; b < blocks; b++) most = larger(most, *(vf *)(score[i] + b * LANES));
+        const float before = result[0], now = fmaxf(before, largest(most));
+        fade[i] = is_first ? 0 : expf(before - now);
+        for (int b = 0; b < blocks; b++) {
+            vf weight = exponential(*(vf *)(score[i] + b * LANES) - now);
+            *(vf *)(score[i] + b * LANES) = weight;
+            total += weight;
+        }
+        result[0] = now;
+        result[1] = result[1] * fade[i] + sum(total);
+    }
+    for (int i = 0, some; i < count; i += some) {
+        some = at_once(count - i);
+        if (some == TOGETHER) weigh_all(score + i, values, head, stop - start, TOGETHER, fade + i, all_of->result + i);
+        else if (some == 3) weigh_all(score + i, values, head, stop - start, 3, fade + i, all_of->result + i);
+        else weigh_all(score + i, values, head, stop - start, 1, fade + i, all_of->result + i);
+    }
+}
+
+/* Queries of `rows` rows and one key head over the trunk's positions `low` to `high`: a part. */
+INLINE void attend_with(duo_model *m, layer *l, int kv, int first, int rows, int low, int high, int part, const int head) {
+    const uint16_t *keys = l->keys + (size_t)kv * m->context * head, *values = l->values + (size_t)kv * m->context * head;
+    lookers all;
+    look(m, &all, kv, first, rows, part, head);
+    for (int start = low; start < high; start += STRETCH) {
+        const int stop = high < start + STRETCH ? high : start + STRETCH;
+        attend_stretch(m, &all, keys + (size_t)start * head, values + (size_t)start * head, start, stop, start == low, head);
     }
 }
 
@@ -813,6 +851,41 @@ static void attend(duo_model *m, layer *l, int kv, int first, int rows, int low,
     if (m->head == 64) attend_with(m, l, kv, first, rows, low, high, part, 64);
     else if (m->head == 128) attend_with(m, l, kv, first, rows, low, high, part, 128);
     else attend_with(m, l, kv, first, rows, low, high, part, m->head);
+}
+
+/* Exactly: a stretch of a row in the tree that the trunk does not fill, with the tree's keys and values where they belong. The rows of
+   a step end their trunk at one place, so what is copied of it for the first of them is there for the others. */
+INLINE void attend_end_with(duo_model *m, layer *l, int kv, int first, int rows, int start, int part, const int head) {
+    _Alignas(64) uint16_t keys[STRETCH * WIDEST_HEAD], values[STRETCH * WIDEST_HEAD];
+    const size_t trunk = ((size_t)kv * m->context + start) * head;
+    int copied = -1;
+    for (int row = first; row < first + rows; row++) {
+        const int end = m->work.ends[row], from = m->work.starts[row], count = m->work.starts[row + 1] - from;
+        if (!count || start < end / STRETCH * STRETCH) continue;
+        const int left = end + count - start, stop = start + (left < STRETCH ? left : STRETCH);
+        const int whole = end <= start ? 0 : (end - start + LANES - 1) / LANES * LANES * head;
+        if (copied != end) {
+            memcpy(keys, l->keys + trunk, sizeof(uint16_t) * whole);
+            memcpy(values, l->values + trunk, sizeof(uint16_t) * whole);
+            copied = end;
+        }
+        for (int position = end > start ? end : start; position < stop; position++) {
+            const size_t node = ((size_t)kv * m->nodes + m->work.ancestors[from + position - end]) * head;
+            const int at = position - start;
+            uint16_t *key = keys + (size_t)at / LANES * LANES * head + at % LANES, *value = values + (size_t)at * head;
+            for (int d = 0; d < head; d++) key[d * LANES] = to_bf16(l->tree_keys[node + d]), value[d] = to_bf16(l->tree_values[node + d]);
+        }
+        lookers all;
+        look(m, &all, kv, row, 1, part, head);
+        for (int i = 0; i < all.count; i++) all.end[i] = end + count;
+        if (stop > start) attend_stretch(m, &all, keys, values, start, stop, 1, head);
+    }
+}
+
+static void attend_end(duo_model *m, layer *l, int kv, int first, int rows, int start, int part) {
+    if (m->head == 64) attend_end_with(m, l, kv, first, rows, start, part, 64);
+    else if (m->head == 128) attend_end_with(m, l, kv, first, rows, start, part, 128);
+    else attend_end_with(m, l, kv, first, rows, start, part, m->head);
 }
 
 /* The trunk: few rows in stretches of it, many rows as a whole. */
@@ -823,10 +896,11 @@ static void attend_trunk(duo_model *m, layer *l, int me, int first) {
     for (int task = from; task < to; task++) {
         int part = task % m->work.stretches, rest = task / m->work.stretches, kv = rest % m->kv_heads;
         int row = first + rest / m->kv_heads * SHARED, count = m->work.rows - row < SHARED ? m->work.rows - row : SHARED;
-        int start = low + part * STRETCH, stop = m->work.ends[row + count - 1];
-        for (int i = 0; i < count; i++) stop = m->work.ends[row + i] > stop ? m->work.ends[row + i] : stop;
+        int start = low + part * STRETCH, stop = 0;
+        for (int i = 0; i < count; i++) stop = trunk_end(m, row + i) > stop ? trunk_end(m, row + i) : stop;
         if (m->work.stretches > 1 && stop > start + STRETCH) stop = start + STRETCH;
         attend(m, l, kv, row, count, start, stop, part);
+        if (m->exact) attend_end(m, l, kv, row, count, start, part);
     }
 }
 
@@ -836,7 +910,7 @@ static void combine(duo_model *m, layer *l, int row, int h) {
     const float *q = m->queries + ((size_t)row * m->heads + h) * head;
     const float *parts = m->parts + ((size_t)row * m->heads + h) * stretches * (2 + head);
     float *to = m->attended + ((size_t)row * m->heads + h) * head;
-    const int from = m->work.starts[row], count = m->work.starts[row + 1] - from;
+    const int from = m->work.starts[row], count = m->exact ? 0 : m->work.starts[row + 1] - from; /* exactly: they are in the parts */
     const int32_t *nodes = m->work.ancestors + from;
     float score[MOST_ANCESTORS], most = HARDLY, total = 0;
     for (int i = 0; i < count; i++) {
@@ -1069,7 +1143,7 @@ static void run(duo_model *m, int me) {
         meet(m, me);
     }
     say(m, me);
-    if (w->outputs > FEW) return;
+    if (w->outputs > FEW || m->exact) return;
     meet(m, me);
     note(m, me);
     if (!w->wanted || w->outputs == 1) return; /* of one they are found sooner than threads meet */
@@ -1150,13 +1224,13 @@ void duo_free(duo_model *m) {
     free(m);
 }
 
-/* `shape`: width, heads, kv_heads, head, feed, layers, vocabulary, context (a multiple of 16), nodes of a tree. `frequencies`: of
-   the positions' rotation, (head / 2). NULL: no memory. */
+/* `shape`: width, heads, kv_heads, head, feed, layers, vocabulary, context (a multiple of 64), nodes of a tree, exact.
+   `frequencies`: of the positions' rotation, (head / 2). NULL: no memory. */
 duo_model *duo_new(const int32_t *shape, float epsilon, const float *frequencies) {
     duo_model *m = room(sizeof(duo_model));
     if (!m) return NULL;
     m->width = shape[0], m->heads = shape[1], m->kv_heads = shape[2], m->head = shape[3], m->feed = shape[4];
-    m->layers = shape[5], m->vocabulary = shape[6], m->context = shape[7], m->nodes = shape[8];
+    m->layers = shape[5], m->vocabulary = shape[6], m->context = shape[7], m->nodes = shape[8], m->exact = shape[9];
     m->epsilon = epsilon, m->threads = 1;
     pthread_mutex_init(&m->lock, NULL), pthread_cond_init(&m->wake, NULL);
     const size_t rows = MOST_ROWS, attention = (size_t)m->heads * m->head, kv = (size_t)m->kv_heads * m->head;
@@ -1267,7 +1341,9 @@ int duo_step(duo_model *m, int rows, int outputs, int begin, const int32_t *toke
     if (is_wrong(m, rows, outputs, begin, tokens, positions, places, ends, starts, ancestors)) return 3;
     if (wanted && outside(outputs, FEW + 1)) return 3;
     for (int i = 0; i < rows; i++) last = ends[i] > last ? ends[i] : last;
-    const int low = begin / LANES * LANES, stretches = rows > FEW || last <= low ? 1 : (last - low + STRETCH - 1) / STRETCH;
+    for (int i = 0; i < rows && m->exact; i++) last = ends[i] + starts[i + 1] - starts[i] > last ? ends[i] + starts[i + 1] - starts[i] : last;
+    const int low = begin / LANES * LANES, few = rows <= FEW || m->exact;
+    const int stretches = !few || last <= low ? 1 : (last - low + STRETCH - 1) / STRETCH;
     const size_t needed = (size_t)rows * m->heads * stretches * (2 + m->head);
     if (needed > m->parts_room) {
         free(m->parts);
@@ -1283,6 +1359,23 @@ int duo_step(duo_model *m, int rows, int outputs, int begin, const int32_t *toke
     if (wanted && outputs == 1 && !m->stopped) guess(m, 0);
     return m->stopped;
 }
+
+/* Keys and values of the first `count` positions of the trunk, to `state` or, `back`, from there. */
+static size_t copy_trunk(duo_model *m, int count, uint8_t *state, int back) {
+    const size_t keys = sizeof(uint16_t) * ((count + LANES - 1) / LANES * LANES) * m->head, values = sizeof(uint16_t) * count * m->head;
+    uint8_t *at = state;
+    for (int i = 0; i < m->layers && state; i++)
+        for (int h = 0; h < m->kv_heads; h++) {
+            uint16_t *k = m->layer[i].keys + (size_t)h * m->context * m->head, *v = m->layer[i].values + (size_t)h * m->context * m->head;
+            memcpy(back ? (void *)k : at, back ? at : (void *)k, keys), at += keys;
+            memcpy(back ? (void *)v : at, back ? at : (void *)v, values), at += values;
+        }
+    return (keys + values) * m->kv_heads * m->layers;
+}
+
+/* How many bytes that is; `state` may be NULL. */
+size_t duo_save(duo_model *m, int count, uint8_t *state) { return copy_trunk(m, count, state, 0); }
+void duo_restore(duo_model *m, int count, const uint8_t *state) { copy_trunk(m, count, (uint8_t *)state, 1); }
 
 /* Make `count` nodes of the tree part of the trunk, at positions from `position` on. */
 void duo_keep(duo_model *m, int count, const int32_t *nodes, int position) {

@@ -1,6 +1,4 @@
-"""The compiled part of our own draft engine, `native.c`, and its calls. Without a compiler drafts run on llama.cpp, several times
-slower.
-"""
+"""The compiled part of our own engine, `native.c`, and its calls. Without a compiler llama.cpp takes its place, and is slower."""
 
 from __future__ import annotations
 
@@ -41,18 +39,22 @@ class Guesses(ctypes.Structure):
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """For this processor. Raises BackendMissing with the reason where it cannot be had."""
-    return load(build())
+def library(*, exact: bool = False) -> ctypes.CDLL:
+    """For this processor. `exact`: for a target. Raises BackendMissing with the reason where it cannot be had."""
+    return load(build(exact=exact))
 
 
-def fast_library() -> ctypes.CDLL:
+def fast_library(*, exact: bool = False) -> ctypes.CDLL:
     """The same, where it is faster than llama.cpp. Raises BackendMissing elsewhere."""
-    found = library()
+    found = library(exact=exact)
     if not found.duo_is_fast():
-        why, fix = "this processor has neither AVX2 nor AVX-512", "--draft-engine native takes it all the same."
-        raise BackendMissing("llama.cpp drafts faster here than our own engine", why, fix)
+        why, fix = "this processor has neither AVX2 nor AVX-512", f"{_option(exact)} native takes it all the same."
+        raise BackendMissing("llama.cpp is faster here than our own engine", why, fix)
     return found
+
+
+def _option(exact: bool) -> str:
+    return "--backend" if exact else "--draft-engine"
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -71,15 +73,19 @@ def load(path: Path) -> ctypes.CDLL:
     loaded.duo_stop_on.restype = None
     loaded.duo_stop_on.argtypes = [pointer, pointer]
     loaded.duo_step.argtypes = [pointer, number, number, number, *[pointer] * 8]
+    loaded.duo_save.restype = ctypes.c_size_t
+    loaded.duo_save.argtypes = [pointer, number, pointer]
+    loaded.duo_restore.restype = None
+    loaded.duo_restore.argtypes = [pointer, number, pointer]
     loaded.duo_keep.restype = None
     loaded.duo_keep.argtypes = [pointer, number, pointer, number]
     return loaded
 
 
-def build(tuning: Sequence[str] = ()) -> Path:
+def build(tuning: Sequence[str] = (), *, exact: bool = False) -> Path:
     """The library, from the cache where it was built before. `tuning`: flags that name another processor than this one."""
     try:
-        return compiled.build("native.c", tuning)
+        return compiled.build("native.c", tuning, exact=exact)
     except NotBuilt as error:
         raise _missing(error) from error
 
@@ -92,5 +98,5 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _missing(why: NotBuilt) -> BackendMissing:
-    fix = "Install a C compiler, or use llama.cpp: --draft-engine llamacpp"
-    return BackendMissing("our own draft engine cannot be built", str(why), fix)
+    fix = "Install a C compiler, or use llama.cpp: --backend llamacpp --draft-engine llamacpp"
+    return BackendMissing("our own engine cannot be built", str(why), fix)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from duodecoding.backends.gguf_file import BF16, BLOCK_BYTES, F16, F32, GgufFile, Tensor
+from duodecoding.backends.gguf_file import BF16, BLOCK_BYTES, F16, F32, Q4_0, Q4_1, Q4_K, Q8_0, GgufFile, Tensor
 from duodecoding.errors import BackendMissing
 
 Floats = npt.NDArray[np.float32]
@@ -20,6 +20,7 @@ Tensors = Mapping[str, Tensor]
 
 LANES = 16  # of a matrix, rows that are computed together at most
 FLOATS = (F32, F16, BF16)
+BITS = {Q4_0: 4.5, Q4_1: 5.0, Q4_K: 5.0, Q8_0: 8.5}  # of a weight in memory; other types become bytes, as Q8_0
 HALVES = {"llama": False, "qwen2": True, "qwen3": True}  # architecture: are the halves of a head turned, not neighbours?
 NEEDED = ("embedding_length", "attention.head_count", "feed_forward_length", "block_count")
 QUERIES_KEYS_VALUES = ("attn_q", "attn_k", "attn_v")
@@ -39,6 +40,7 @@ class Shape:
         self.feed, self.layers = int(value["feed_forward_length"]), int(value["block_count"])
         self.vocabulary = file.tensors["token_embd.weight"].rows
         self.epsilon = float(value.get("attention.layer_norm_rms_epsilon", 1e-5))
+        self.trained_context = int(value.get("context_length", 0))
         self.base = float(value.get("rope.freq_base", 10_000.0))
 
     def numbers(self) -> list[int]:
@@ -54,15 +56,30 @@ class LayerWeights(NamedTuple):
 class Weights:
     """Raises BackendMissing if our own engine cannot run the model."""
 
-    def __init__(self, file: GgufFile) -> None:
-        why = next(_reasons(file), "")
+    def __init__(self, file: GgufFile, *, exact: bool = False) -> None:
+        """`exact`: of a target, whose weights are not to be rounded."""
+        why = next(_reasons(file, exact), "")
         if why:
-            raise BackendMissing("our own engine cannot run this draft", why, "llama.cpp can: --draft-engine llamacpp")
+            role, option = ("target", "--backend") if exact else ("draft", "--draft-engine")
+            raise BackendMissing(f"our own engine cannot run this {role}", why, f"llama.cpp can: {option} llamacpp")
         self._tensors, self.shape = file.tensors, Shape(file)
         self.embeddings = file.tensors["token_embd.weight"]
         self.head = file.tensors.get("output.weight", self.embeddings)
         self.last_norm = _floats(file.tensors["output_norm.weight"])
         self.frequencies = self._frequencies()
+
+    @property
+    def pass_bytes(self) -> int:
+        """Of the file, that are read for every token: all but embeddings that are nothing else."""
+        every = sum(tensor.data.nbytes for tensor in self._tensors.values() if tensor.data is not None)
+        words = self.embeddings.data
+        return every - (words.nbytes if self.head is not self.embeddings and words is not None else 0)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that they take here, without embeddings that are nothing else."""
+        inner = [tensor for name, tensor in self._tensors.items() if name.startswith("blk.") and tensor.rows > 1]
+        return round(sum(BITS.get(each.kind, BITS[Q8_0]) * each.rows * each.columns for each in [self.head, *inner]) / 8)
 
     def _frequencies(self) -> Floats:
         """Of the turns by a position. (head / 2)"""
@@ -111,7 +128,7 @@ class Weights:
         return (np.arange(heads)[:, None] * head + inside).reshape(-1)
 
 
-def _reasons(file: GgufFile) -> Iterator[str]:
+def _reasons(file: GgufFile, exact: bool) -> Iterator[str]:
     """Why not, if so. A later question counts on what the earlier ones have found."""
     values, tensors = file.values, file.tensors
     architecture = values.get("general.architecture")
@@ -128,6 +145,8 @@ def _reasons(file: GgufFile) -> Iterator[str]:
             yield f"it has {name}"
         if tensor.kind not in BLOCK_BYTES:
             yield f"its weights are of type {tensor.kind} (floats, Q4_0 to Q8_0 and Q4_K to Q6_K it could read)"
+        if exact and tensor.rows > 1 and tensor.kind in FLOATS:
+            yield f"its {name} is of floats, which would become bytes"
     if values.get(f"{architecture}.expert_count") or values.get(f"{architecture}.rope.scaling.type") not in {None, "none"}:
         yield "it has experts or scaled positions"
     yield from _of_shape(Shape(file), values)

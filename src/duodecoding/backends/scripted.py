@@ -119,6 +119,7 @@ class ScriptedTarget:
 
     weights_bytes = 0
     pass_sizes: Sequence[int] = ()
+    engine = "scripted"
     overlaps = False
 
     def __init__(self, vocabulary: ScriptedVocabulary, script: Script, *, context: int = 256, strict: bool = True) -> None:

@@ -15,12 +15,13 @@ import torch
 
 from duodecoding.backends import torch_model
 from duodecoding.backends.base import Conversation, Vocabulary
+from duodecoding.backends.choosing import only_one
 from duodecoding.backends.shelf import Shelf
 from duodecoding.backends.torch_choices import Chooser, Voice
 from duodecoding.backends.torch_inputs import Rows
 from duodecoding.backends.torch_runner import Progress, Runner
 from duodecoding.core import Choose
-from duodecoding.errors import Interrupted, ModelUnreadable, UsageError
+from duodecoding.errors import Interrupted, ModelUnreadable
 from duodecoding.sampling import Choice
 from duodecoding.tree import ROOT, PassNode
 from duodecoding.types import EngineConfig, SamplingParams
@@ -80,6 +81,8 @@ class TorchConversation:
 
 class TorchTarget:
     """The model whose answer it is. One conversation at a time owns the slots; another one takes over what they share."""
+
+    engine = "torch"
 
     def __init__(
         self,
@@ -146,11 +149,7 @@ class TorchTarget:
         conversation.cached += len(slots)
 
     def verify(self, work: Sequence[tuple[Conversation, Sequence[PassNode]]]) -> list[Choose]:
-        if len(work) != 1:
-            raise UsageError(f"{len(work)} conversations in one pass", "this backend serves one at a time")
-        conversation, nodes = work[0]
-        if not isinstance(conversation, TorchConversation):
-            raise UsageError("this conversation belongs to another backend")
+        conversation, nodes = only_one(work, TorchConversation)
         self.finish()  # one that nobody waited for still reads the buffers that this one fills
         self._attach(conversation)
         self._stop_if_asked()

@@ -260,12 +260,14 @@ def draft_name(config: EngineConfig) -> str:
 def load_study(
     config: EngineConfig, prompts: Mapping[str, Sequence[Prompt]], params: SamplingParams, progress: Progress
 ) -> tuple[Study, list[str]]:
-    """Let the target answer, then load the draft that will guess. Also returns which prompts were too long."""
+    """Let the target answer, then load the draft that will guess. Also returns which prompts were too long.
+
+    Both run on llama.cpp if nothing else is asked for: tables stay what they are, whichever engine is faster."""
     file = models.resolve(config.model, offline=config.offline)
     name = draft_name(config)
     draft = models.resolve(name, offline=config.offline) if name not in (*FREE_DRAFTS, "none") else None
     progress(f"loading {file.name}", 0.0)
-    target = backends.load_target(file.path, config)
+    target = backends.load_target(file.path, replace(config, backend="llamacpp") if config.backend == "auto" else config)
     try:
         if draft is not None:
             check_pair(target.vocabulary, backends.read_vocabulary(draft.path), target_name=file.name, draft_name=draft.name)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ModelFlag = Parameter(
     alias=SHORT["model"], env_var=env_name("model"), group=ENGINE, show_default=False, help="Load this model too, and measure it."
 )
+ENGINES = {"native": "our own", "llamacpp": "llama.cpp", "torch": "torch"}
 SIZES = (1, 2, 4, 8, 16)  # tokens per pass
 
 
@@ -53,7 +54,9 @@ def doctor(
         "bandwidth": machine.bandwidth(config.threads),
     }
     facts["outlook"] = machine.outlook(
-        facts["cores"]["physical"], facts["devices"]["llama_cpp_gpu_offload"] or bool(facts["devices"]["cuda"])
+        facts["cores"]["physical"],
+        facts["devices"]["llama_cpp_gpu_offload"] or bool(facts["devices"]["cuda"]),
+        facts["draft_engine"]["engine"] == "native",
     )
     if model is not None:
         facts["model"] = check_model(replace(config, model=model), terminal)
@@ -83,6 +86,7 @@ def check_model(config: EngineConfig, terminal: Terminal) -> dict[str, Any]:
             target.close()
     return {
         "name": config.model,
+        "engine": target.engine,
         "context": target.context,
         "vocabulary": target.vocabulary.size,
         "chat_template": target.vocabulary.chat_template is not None,
@@ -104,7 +108,7 @@ def _print(facts: dict[str, Any], terminal: Terminal) -> None:
         "memory": f"{in_words(memory['total_bytes'])}" + _memory_detail(memory),
         "GPU, llama.cpp": "yes, see --gpu-layers" if devices["llama_cpp_gpu_offload"] else "no, this build runs on the CPU only",
         "GPU, torch": _cuda_line(devices["cuda"]),
-        "drafts run on": _draft_engine_line(facts["draft_engine"]),
+        "on the CPU run": _engine_line(facts["draft_engine"]),
         "our own code": _own_code_line(facts["own_code"]),
         "copying": _bandwidth_line(facts["bandwidth"]),
     }
@@ -116,9 +120,9 @@ def _print(facts: dict[str, Any], terminal: Terminal) -> None:
     terminal.say_line(facts["outlook"])
 
 
-def _draft_engine_line(found: dict[str, str]) -> str:
+def _engine_line(found: dict[str, str]) -> str:
     if found["engine"] == "native":
-        return "our own engine, built for this processor (drafts that it cannot read: llama.cpp)"
+        return "our own engine, built for this processor; models that it cannot read: llama.cpp"
     return f"llama.cpp, several times slower than our own engine, which cannot be built: {found['why']}"
 
 
@@ -158,6 +162,7 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
     seconds = model["pass_seconds"]
     return {
         "name": model["name"],
+        "engine": ENGINES[model["engine"]],
         "context": f"{model['context']} tokens",
         "vocabulary": f"{model['vocabulary']} tokens",
         "chat template": "yes" if model["chat_template"] else "no, use duo run --raw",

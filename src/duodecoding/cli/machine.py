@@ -123,11 +123,13 @@ def pass_seconds(target: Target, sizes: Sequence[int], repeats: int = 7) -> dict
     return {n: statistics.median(times[n][-repeats:]) for n in sizes}
 
 
-def outlook(cores: int, gpu: bool) -> str:
+def outlook(cores: int, gpu: bool, own_engine: bool = False) -> str:
     """What speculation can do here, in one sentence that promises nothing it cannot keep."""
     if gpu:
         return "On a GPU a pass over many guesses costs little more than one token: with a good draft expect a real gain."
     where = f"Target and draft share {cores} core{'s' if cores > 1 else ''} and no GPU"
+    if own_engine:
+        return f"{where}; our own engine checks a few guesses for little more than one token: expect a gain where many are right."
     if cores <= 4:
         return f"{where}, so guesses are dear to check: expect a gain where the answer repeats its prompt, little elsewhere."
     return f"{where}: expect a gain where most guesses are right (edits, code, a well-matched draft), little elsewhere."
