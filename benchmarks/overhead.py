@@ -1,4 +1,4 @@
-"""What the engine costs where it cannot help: mode `off` against llama.cpp's own loops, in turns, token by token, in one process.
+"""What we cost where we cannot help: mode `off` on llama.cpp against its own loops, in turns, token by token, in one process.
 
     python benchmarks/overhead.py
 
@@ -105,7 +105,7 @@ def main() -> None:
     args = parser.parse_args()
     threads = args.threads or physical_cores()
     path = models.resolve(args.model).path
-    llm = LLM(args.model, mode="off", ctx_size=args.context, threads=threads)
+    llm = LLM(args.model, mode="off", ctx_size=args.context, threads=threads, backend="llamacpp")
     prompt = llm.vocabulary.tokenize(QUESTION[0]["content"], special=False, bos=True)
     model = LlamaModel(path)
     loops = {

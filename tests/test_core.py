@@ -468,6 +468,22 @@ def test_what_is_never_of_use_is_looked_for_less_often() -> None:
     assert core.looking, "a pass over guesses, right or wrong, and all is as in the beginning"
 
 
+def test_where_looking_costs_more_than_it_brings_it_is_rare() -> None:
+    costs = load_profile("h200-7b")
+    core = DuoCore([1, 2], SamplingParams(max_tokens=300), EngineConfig(mode=Mode.DUO), context=1000, costs=costs)
+    plain, looked = costs.verify_cost(1, 2), 0
+    for number in range(200):
+        looking = core.looking
+        core.nodes_arrived([Proposal(number + 1, -core.tree.position, 7, 0.9, Source.LOOKUP)])  # so not for want of guesses
+        work = core.step()
+        assert isinstance(work, Verify)
+        core.verdict_arrived(work, Verdict((), (Choice(5, 0.0),)))
+        if looking:
+            looked += 1
+            core.looked(1, 1.1 * plain)
+    assert 10 < looked < 40
+
+
 @pytest.mark.sources
 def test_a_pass_that_runs_is_time_to_look_up_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = load_profile("h200-7b")

@@ -16,6 +16,7 @@ from duodecoding.planner import (
     LEAST_TRUSTED,
     Calibration,
     DraftClock,
+    Looks,
     Switch,
     Trust,
     Uncalibrated,
@@ -318,3 +319,36 @@ def test_waiting_in_vain_is_not_repeated():
 )
 def test_how_much_of_a_prompt_a_draft_reads(prompt: int, passes: float, read: float, unread: int) -> None:
     assert tokens_unread(prompt, passes, read) == unread
+
+
+# Looking for guesses where nothing hides it
+
+
+def looked_in_vain(looks: Looks, rounds: int, cost: float) -> float:
+    """Tokens of `off` that looks cost in so many plain rounds."""
+    lost = 0.0
+    for number in range(rounds):
+        if number % looks.every == 0:
+            looks.observe(1, 1 + cost, 1.0, in_vain=True)
+            lost += cost
+    return lost
+
+
+@pytest.mark.parametrize("cost", [0.02, 0.08, 0.3])
+def test_looks_in_vain_cost_little(cost: float) -> None:
+    looks = Looks()
+    lost = looked_in_vain(looks, 400, cost)
+    assert looks.every > 1
+    assert lost <= looks.credit + cost + 400 * max(0.012, cost / looks.rarest)
+    assert lost >= looks.credit, "it goes on looking, now and then"
+
+
+def test_one_success_and_looks_are_frequent_again() -> None:
+    looks = Looks()
+    looked_in_vain(looks, 50, 0.08)
+    assert looks.every > 1
+    looks.observe(3, 1.3, 1.0, in_vain=False)
+    assert looks.every == 1
+    for _ in range(100):
+        looks.observe(2, 1.2, 1.0, in_vain=False)
+    assert looked_in_vain(looks, 200, 0.08) < 200 * 0.025, "an old success does not pay for a long loss"

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from duodecoding.costs import Profile
-from duodecoding.planner import DEAREST, Outlook, Switch, Trust, hopeless, how_many_nodes, least_chance, worth_waiting
+from duodecoding.planner import DEAREST, Looks, Outlook, Switch, Trust, hopeless, how_many_nodes, least_chance, worth_waiting
 from duodecoding.sampling import Choice
 from duodecoding.tree import ROOT, Node, PassNode, Proposal, TokenTree, as_pass
 from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, Source
@@ -123,6 +123,7 @@ class DuoCore:
         self._steps_left = self._steps_per_round()
         self._costs, self._switch, self._free_switch = costs, switch or Switch(), free_switch or Switch()
         self._priced = costs is not None and config.mode in (Mode.SERIAL, Mode.DUO)  # does a place in a pass have a price?
+        self._looks = Looks()
         self._switch.new_answer()
         self._free_switch.new_answer()
         self._trust = Trust() if config.mode is Mode.DUO else Trust(DEAREST)
@@ -147,9 +148,11 @@ class DuoCore:
 
     @property
     def looking(self) -> bool:
-        """Should guesses be looked for that no model makes? In an answer that had no use for any in many rounds only now and then:
-        on a CPU to look takes a hundredth of a pass."""
-        return self._bare_rounds < RESTLESS or self._bare_rounds % LOOKS_EVERY == 0
+        """Should guesses be looked for that no model makes? Only now and then in an answer that had no use for any in many rounds,
+        or to which looking brought less than it took."""
+        if self._looks.every == 1:
+            return self._bare_rounds < RESTLESS or self._bare_rounds % LOOKS_EVERY == 0
+        return self.rounds % self._looks.every == 0
 
     @cached_property
     def least_chance(self) -> float:
@@ -259,6 +262,11 @@ class DuoCore:
             self._trust.observe(tokens, seconds, plain)
         if paused and not (self._bare_rounds and self._free_switch.on):  # a plain pass says nothing about the guesses it had not
             self._free_switch.observe(tokens, seconds, plain)
+
+    def looked(self, tokens: int, seconds: float) -> None:
+        """The driver's report of a round for which guesses were looked for where nothing hides that; `seconds` with the looking."""
+        if self._priced:
+            self._looks.observe(tokens, seconds, self._prices()[1], in_vain=self._bare_rounds > 0)
 
     def draft_exhausted(self) -> None:
         """The draft has nothing to add in this round."""

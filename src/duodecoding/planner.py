@@ -150,6 +150,33 @@ class Switch:
             self._pause = 0
 
 
+@dataclass(slots=True)
+class Looks:
+    """How often guesses are looked for that no model makes, where nobody's pass hides the looking.
+
+    An account, in tokens of `off`, of what rounds with a look won and what they took beyond a plain round. Where it is overdrawn,
+    looks are so rare that they cost a hundredth. An account is for one answer: the next one may repeat itself.
+    """
+
+    credit: float = 0.3
+    memory: float = 2.0
+    share: float = 0.01  # of the time, for looks when they do not pay
+    rarest: int = 16  # rounds
+    _won: float = 0.0
+    _cost: float = 0.08  # of a look in vain
+
+    @property
+    def every(self) -> int:
+        """A look is worth having in one of so many rounds."""
+        return 1 if self._won > -self.credit else min(math.ceil(self._cost / self.share), self.rarest)
+
+    def observe(self, tokens: int, seconds: float, plain: float, *, in_vain: bool) -> None:
+        """A round for which guesses were looked for gave `tokens` in `seconds`, looking included. `in_vain`: none was verified."""
+        if in_vain:
+            self._cost += 0.2 * (max(0.0, seconds / plain - 1) - self._cost)
+        self._won = min(max(self._won + tokens - seconds / plain, -2 * self.credit), self.memory)
+
+
 def cores_for_draft(allowed: Sequence[int], target_on_gpu: bool) -> tuple[list[int], list[int]]:
     """Decision 5: (cores that drive the target, cores of the draft). The target's driver is never disturbed by the draft."""
     cores = sorted(allowed)

@@ -62,6 +62,7 @@ def take_turns(
 ) -> Iterator[list[Committed]]:
     """Draft, verify, draft, verify: one processor at a time. Yields the tokens of each round."""
     untold: list[int] = []  # committed, not said to the drafters yet
+    looking_since = 0.0  # 0: nobody looked for guesses before this pass
     while (work := core.step()) is not None:
         if not isinstance(work, Verify):
             draft_step(core, drafters, meter)
@@ -72,13 +73,17 @@ def take_turns(
         gained = core.verdict_arrived(work, walk(work.guesses, choose))
         settle(conversation, work, gained, meter)
         if core.uses_drafts and meter.rounds > 1:  # the first pass read the prompt
-            if core.looking:
+            if core.looking or not core.guessing:  # else there is nothing to learn
                 pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
-            core.round_took(len(gained), seconds)
+                core.round_took(len(gained), seconds)
+            if looking_since:
+                core.looked(len(gained), meter.pass_ended - looking_since)
         yield gained
+        looking_since = 0.0
         if core.finish_reason is None and core.uses_drafts:
             untold += [committed.token for committed in gained]
             if drafters.model is not None or core.looking:
+                looking_since = time.perf_counter() if drafters.model is None else 0.0
                 drafters.commit(untold)
                 untold = []
                 guess_for_free(core, drafters)

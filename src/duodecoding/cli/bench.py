@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from duodecoding.cli.terminal import Terminal
 
 TUNE_QUESTIONS = 7  # one of each kind of task
-QUICK = {"per_task": 2, "max_tokens": 48, "repeat": 3}
+QUICK = {"per_task": 2, "max_tokens": 96, "repeat": 7}
+# With llama.cpp on a CPU answers take long and differ from one to the next: fewer and shorter ones, off and duo a round each.
+QUICK_IN_TURNS = {"per_task": 2, "max_tokens": 48, "repeat": 3}
 QUICK_SECONDS = 160.0  # then no question begins any more
 
 
@@ -55,7 +57,7 @@ class BenchOptions:
 
 BENCH_HELP = {
     "out": "Folder for results.json, report.md and pictures; one that exists is gone on with. Without it a new one here.",
-    "quick": "A first look: 2 questions of each task, 48 tokens, our modes, off and duo in turns, thrice. Ends within 3 minutes.",
+    "quick": "A first look: 2 questions of each task, 96 tokens, our modes, off and duo seven times. Ends within 3 minutes.",
     "tasks": "A folder of .jsonl files with questions (the format of Spec-Bench), instead of the package's own.",
     "modes": "Separated by commas. off is always among them: the others are measured against it.",
     "per_task": "Questions of each task.",
@@ -120,9 +122,11 @@ def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig,
 
     if options.repeat < 1:
         raise UsageError(f"--repeat is {options.repeat}", "it must be at least 1")
+    in_turns = options.quick and config.backend == "llamacpp"
     if options.quick:
-        options = replace(options, per_task=min(options.per_task, QUICK["per_task"]), repeat=QUICK["repeat"], peers="", tune=False)
-        params = replace(params, max_tokens=min(params.max_tokens, QUICK["max_tokens"]))
+        brief = QUICK_IN_TURNS if in_turns else QUICK
+        options = replace(options, per_task=min(options.per_task, brief["per_task"]), repeat=brief["repeat"], peers="", tune=False)
+        params = replace(params, max_tokens=min(params.max_tokens, brief["max_tokens"]))
     modes = [known_mode(name) for name in words(options.modes, "modes")]
     rivals = list(peers.PEERS) if options.peers == "all" else words(options.peers, "peers") if options.peers else []
     peers.check(rivals)
@@ -138,10 +142,10 @@ def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig,
     if left_out:
         terminal.warn(f"left out, too long for the context: {', '.join(left_out)}")
     tune = TUNE_QUESTIONS if options.tune else 0
-    brief = [str(mode) for mode in (Mode.CHAIN, Mode.SERIAL, Mode.LOCKSTEP)] if options.quick else []
+    once = [str(mode) for mode in (Mode.CHAIN, Mode.SERIAL, Mode.LOCKSTEP)] if options.quick else []
     return Plan(
         config, questions, params, modes, rivals, options.repeat, tune, options.peer_per_task,
-        mode_per_task=dict.fromkeys(brief, 1), once=frozenset(brief), in_turns=options.quick,
+        mode_per_task=dict.fromkeys(once, 1), once=frozenset(once), in_turns=in_turns,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ ENGINE_HELP = {
     "draft_at": "HOST:PORT of a draft server on another machine, instead of a draft here (modes lockstep and duo).",
     "draft_secret": "The secret that the draft server asks for. Better set by the environment variable, which others cannot see.",
     "draft_engine": "What runs the draft. auto: our own engine where it can (Llama, Qwen 2 and 3), else llama.cpp.",
-    "backend": "What runs the target. auto: llama.cpp for a GGUF file, torch for a transformers model.",
+    "backend": "What runs the target. auto: torch for transformers models; for GGUF our own engine where it can, else llama.cpp.",
     "device": "torch: cpu, cuda or cuda:N. auto: a GPU if there is one.",
     "dtype": "torch: float32, bfloat16 or float16. auto: float32 on a CPU, bfloat16 on a GPU.",
     "compile": "torch: compile the model, for faster passes after a slower start. auto: on a GPU.",
