@@ -161,6 +161,7 @@ class Looks:
     credit: float = 0.3
     memory: float = 2.0
     share: float = 0.01  # of the time, for looks when they do not pay
+    margin: float = 0.02  # tokens that a look must win beyond what it takes: what is next to nothing is not worth its risk
     rarest: int = 16  # rounds
     _won: float = 0.0
     _cost: float = 0.08  # of a look in vain
@@ -174,7 +175,7 @@ class Looks:
         """A round for which guesses were looked for gave `tokens` in `seconds`, looking included. `in_vain`: none was verified."""
         if in_vain:
             self._cost += 0.2 * (max(0.0, seconds / plain - 1) - self._cost)
-        self._won = min(max(self._won + tokens - seconds / plain, -2 * self.credit), self.memory)
+        self._won = min(max(self._won + tokens - seconds / plain - self.margin, -2 * self.credit), self.memory)
 
 
 def cores_for_draft(allowed: Sequence[int], target_on_gpu: bool) -> tuple[list[int], list[int]]:

@@ -30,6 +30,7 @@ MESSAGE = 0.0003  # seconds
 GLANCE = 0.0002  # seconds between two looks whether a pass has ended
 AWAKE = 0.001  # seconds before a pass ends, in which we do not sleep: who wakes up is slow
 REHEARSAL = 0.0002  # seconds that a pass must last for the choice of the next one to be rehearsed
+PLAIN_TOLD = 8  # rounds: in turns, of plain passes one in so many is learnt from; the others say the same
 BARRIER_SLACK = 4.0  # lockstep: of the target's pass, and at least:
 BARRIER_LEAST = 0.25  # seconds
 
@@ -62,7 +63,7 @@ def take_turns(
 ) -> Iterator[list[Committed]]:
     """Draft, verify, draft, verify: one processor at a time. Yields the tokens of each round."""
     untold: list[int] = []  # committed, not said to the drafters yet
-    looking_since = 0.0  # 0: nobody looked for guesses before this pass
+    began, looking = time.perf_counter(), 0.0  # this round; seconds of it in which guesses were looked for that no model makes
     while (work := core.step()) is not None:
         if not isinstance(work, Verify):
             draft_step(core, drafters, meter)
@@ -73,22 +74,42 @@ def take_turns(
         gained = core.verdict_arrived(work, walk(work.guesses, choose))
         settle(conversation, work, gained, meter)
         if core.uses_drafts and meter.rounds > 1:  # the first pass read the prompt
-            if core.looking or not core.guessing:  # else there is nothing to learn
-                pace.target_pass(1 + len(work.nodes), seconds, root, alone=True)
-                core.round_took(len(gained), seconds)
-            if looking_since:
-                core.looked(len(gained), meter.pass_ended - looking_since)
+            whole = time.perf_counter() - began
+            turn = Turn(len(work.nodes), len(gained), root, seconds, whole, looking, drafted=drafters.model is not None)
+            learn_from_turn(core, pace, turn)
         yield gained
-        looking_since = 0.0
+        began, looking = time.perf_counter(), 0.0
         if core.finish_reason is None and core.uses_drafts:
             untold += [committed.token for committed in gained]
             if drafters.model is not None or core.looking:
-                looking_since = time.perf_counter() if drafters.model is None else 0.0
                 drafters.commit(untold)
                 untold = []
                 guess_for_free(core, drafters)
+                looking = time.perf_counter() - began if drafters.model is None else 0.0
     if untold:
         drafters.commit(untold)
+
+
+class Turn(NamedTuple):
+    """A round of taking turns."""
+
+    guesses: int
+    gained: int
+    context: int
+    pass_seconds: float
+    seconds: float  # of the whole round
+    looking: float  # of these, for guesses that no model makes
+    drafted: bool  # a draft model had a part in it
+
+
+def learn_from_turn(core: DuoCore, pace: Pace, turn: Turn) -> None:
+    if turn.guesses or turn.looking or not core.guessing or core.rounds % PLAIN_TOLD == 0:
+        pace.target_pass(1 + turn.guesses, turn.pass_seconds, turn.context, alone=True)
+        if not turn.drafted:
+            pace.between(1 + turn.guesses, turn.seconds - turn.pass_seconds - turn.looking)
+        core.round_took(turn.gained, turn.seconds)
+    if turn.looking:
+        core.looked(turn.gained, turn.seconds)
 
 
 def draft_step(core: DuoCore, drafters: Drafters, meter: Meter) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from duodecoding.cli.terminal import Terminal
 
 TUNE_QUESTIONS = 7  # one of each kind of task
-QUICK = {"per_task": 2, "max_tokens": 96, "repeat": 7}
+QUICK = {"per_task": 2, "max_tokens": 96, "repeat": 12}
 # With llama.cpp on a CPU answers take long and differ from one to the next: fewer and shorter ones, off and duo a round each.
 QUICK_IN_TURNS = {"per_task": 2, "max_tokens": 48, "repeat": 3}
 QUICK_SECONDS = 160.0  # then no question begins any more
@@ -57,7 +57,7 @@ class BenchOptions:
 
 BENCH_HELP = {
     "out": "Folder for results.json, report.md and pictures; one that exists is gone on with. Without it a new one here.",
-    "quick": "A first look: 2 questions of each task, 96 tokens, our modes, off and duo seven times. Ends within 3 minutes.",
+    "quick": "A first look: 2 questions of each task, 96 tokens, our modes, off and duo twelve times. Ends within 3 minutes.",
     "tasks": "A folder of .jsonl files with questions (the format of Spec-Bench), instead of the package's own.",
     "modes": "Separated by commas. off is always among them: the others are measured against it.",
     "per_task": "Questions of each task.",
