@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from duodecoding import LLM, SamplingParams, models, prompts
+from duodecoding import LLM, SamplingParams, measure, models, prompts
 from duodecoding.backends import load_target
 from duodecoding.backends.base import Target
 from duodecoding.backends.llamacpp import physical_cores
@@ -31,6 +32,7 @@ from duodecoding.core import walk
 from duodecoding.drafters.lookup import LookupDrafter
 from duodecoding.drafters.recycling import RecyclingDrafter
 from duodecoding.drafting import Drafters
+from duodecoding.pace import guessed_costs
 from duodecoding.tree import ROOT, PassNode
 from duodecoding.types import EngineConfig, Mode, Result, Stats
 
@@ -64,10 +66,12 @@ def passes(targets: dict[str, Target], rounds: int) -> dict[str, list[float]]:
 
 
 def engines_of(targets: dict[str, Target]) -> dict[str, LLM]:
-    """Cold."""
+    """Cold, and with a first look at the target's passes, as at the start of `duo run`."""
     off, free = EngineConfig(mode=Mode.OFF), Drafters(lookup=LookupDrafter(), recycling=RecyclingDrafter())
     plain = {f"off, {name}": LLM.of(target, Drafters(), off) for name, target in targets.items()}
-    return plain | {"duo, ours": LLM.of(targets["ours"], free, EngineConfig(mode=Mode.DUO))}
+    duo = LLM.of(targets["ours"], free, EngineConfig(mode=Mode.DUO))
+    duo.use_costs(replace(guessed_costs(on_gpu=False), verify=measure.quick_verify(targets["ours"])))
+    return plain | {"duo, ours": duo}
 
 
 def timed(llm: LLM, question: str, params: SamplingParams) -> tuple[float, Result]:
@@ -84,9 +88,10 @@ def answers(targets: dict[str, Target], per_task: int, tokens: int, sessions: in
     params, took, same, stats = SamplingParams(max_tokens=tokens), defaultdict(list), list[bool](), list[Stats]()
     questions = [(task, question.turns[0]) for task, some in prompts.load().items() for question in some[:per_task]]
     for session in range(sessions):
-        engines = engines_of(targets)
-        for task, question in questions:
-            said = {name: timed(llm, question, params) for name, llm in engines.items()}
+        engines = list(engines_of(targets).items())
+        for number, (task, question) in enumerate(questions):
+            first = (number + session) % len(engines)  # what the one before left running or in caches hits everybody
+            said = {name: timed(llm, question, params) for name, llm in (*engines[first:], *engines[:first])}
             same.append(said["off, ours"][1].token_ids == said["duo, ours"][1].token_ids)
             stats.append(said["duo, ours"][1].stats)
             for name, (milliseconds, _) in said.items() if session else ():  # the first one warms up
@@ -98,7 +103,7 @@ def answers(targets: dict[str, Target], per_task: int, tokens: int, sessions: in
         return {name: round(value, 3) for name, value in (found | {"mean": sum(found.values()) / len(found)}).items()}
 
     return {
-        "ms a token": {name: common.spread([ms for task in tasks for ms in took[name, task]], 3) for name in engines},
+        "ms a token": {name: common.spread([ms for task in tasks for ms in took[name, task]], 3) for name, _ in engines},
         "off, ours over llama.cpp": ratio("off, llama.cpp", "off, ours"),
         "ours, duo over off": ratio("off, ours", "duo, ours"),
         "duo, ours over off, llama.cpp": ratio("off, llama.cpp", "duo, ours"),

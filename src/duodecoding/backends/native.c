@@ -42,6 +42,7 @@
 #define FEW 16            /* rows that every thread prepares for itself: that is cheaper than a meeting */
 #define STRETCH 64        /* positions that are attended to at once */
 #define SHARED 4          /* rows of tokens whose queries share what is loaded of the keys */
+#define EVENLY 8          /* stretches of key heads for each thread, of which one more or less does not matter */
 #define TOGETHER 6        /* of their queries that do so at once; models have one, three or four for a key head */
 #define WIDE (LANES == 16 ? 4 : 2) /* vectors of a value at once: as many as there are registers for */
 #define AHEAD 4096         /* bytes of weights that are asked for before they are wanted */
@@ -891,11 +892,15 @@ static void attend_end(duo_model *m, layer *l, int kv, int first, int rows, int 
 /* The trunk: few rows in stretches of it, many rows as a whole. */
 static void attend_trunk(duo_model *m, layer *l, int me, int first) {
     const int rows = m->work.rows - first, groups = (rows + SHARED - 1) / SHARED, low = m->work.begin / LANES * LANES;
+    const int looks = m->kv_heads * m->work.stretches, many = looks >= EVENLY * m->threads;
     int from, to;
-    share(m, me, groups * m->kv_heads * m->work.stretches, &from, &to);
+    share(m, me, groups * looks, &from, &to);
     for (int task = from; task < to; task++) {
-        int part = task % m->work.stretches, rest = task / m->work.stretches, kv = rest % m->kv_heads;
-        int row = first + rest / m->kv_heads * SHARED, count = m->work.rows - row < SHARED ? m->work.rows - row : SHARED;
+        /* Many stretches: those who look at one come one after the other, while it is in a cache. Few: the last, which is short, and
+           full ones take turns, so that nobody gets all of the long work. */
+        const int group = many ? task % groups : task / looks, look = many ? task / groups : task % looks;
+        int part = look % m->work.stretches, kv = look / m->work.stretches;
+        int row = first + group * SHARED, count = m->work.rows - row < SHARED ? m->work.rows - row : SHARED;
         int start = low + part * STRETCH, stop = 0;
         for (int i = 0; i < count; i++) stop = trunk_end(m, row + i) > stop ? trunk_end(m, row + i) : stop;
         if (m->work.stretches > 1 && stop > start + STRETCH) stop = start + STRETCH;
