@@ -38,6 +38,7 @@ from duodecoding.types import EngineConfig, Mode, Result, Stats
 
 SIZES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (200, 1000)
+OTHER = "off, llama.cpp"
 TEXT = "The river rose slowly through the night, and by the morning the lower fields were under water. "
 PARAMS = SamplingParams()
 Row = npt.NDArray[np.float64]
@@ -88,10 +89,11 @@ def answers(targets: dict[str, Target], per_task: int, tokens: int, sessions: in
     params, took, same, stats = SamplingParams(max_tokens=tokens), defaultdict(list), list[bool](), list[Stats]()
     questions = [(task, question.turns[0]) for task, some in prompts.load().items() for question in some[:per_task]]
     for session in range(sessions):
-        engines = list(engines_of(targets).items())
+        engines = engines_of(targets)
         for number, (task, question) in enumerate(questions):
-            first = (number + session) % len(engines)  # what the one before left running or in caches hits everybody
-            said = {name: timed(llm, question, params) for name, llm in (*engines[first:], *engines[:first])}
+            ours = sorted(engines.keys() - {OTHER}, reverse=bool((number + session) % 2))
+            order = [OTHER, *ours]  # what llama.cpp leaves running or in caches hits either of ours as often
+            said = {name: timed(engines[name], question, params) for name in order}
             same.append(said["off, ours"][1].token_ids == said["duo, ours"][1].token_ids)
             stats.append(said["duo, ours"][1].stats)
             for name, (milliseconds, _) in said.items() if session else ():  # the first one warms up
@@ -103,10 +105,10 @@ def answers(targets: dict[str, Target], per_task: int, tokens: int, sessions: in
         return {name: round(value, 3) for name, value in (found | {"mean": sum(found.values()) / len(found)}).items()}
 
     return {
-        "ms a token": {name: common.spread([ms for task in tasks for ms in took[name, task]], 3) for name, _ in engines},
-        "off, ours over llama.cpp": ratio("off, llama.cpp", "off, ours"),
+        "ms a token": {name: common.spread([ms for task in tasks for ms in took[name, task]], 3) for name in engines},
+        "off, ours over llama.cpp": ratio(OTHER, "off, ours"),
         "ours, duo over off": ratio("off, ours", "duo, ours"),
-        "duo, ours over off, llama.cpp": ratio("off, llama.cpp", "duo, ours"),
+        "duo, ours over off, llama.cpp": ratio(OTHER, "duo, ours"),
         "tokens a round": round(sum(each.new_tokens for each in stats) / sum(each.rounds for each in stats), 3),
         "duo equal to off": f"{sum(same)} of {len(same)}",
     }
@@ -133,9 +135,9 @@ def nearness(path: Path, targets: dict[str, Target], tokens: int) -> dict[str, A
     """To the same weights as floats: divergence in nats, error of logits in percent of their spread, likeliest tokens the same."""
     with tempfile.TemporaryDirectory() as folder:
         floats = load_target(_as_floats(path, Path(folder) / "floats.gguf"), EngineConfig(ctx_size=1024, backend="llamacpp"))
-        ids = floats.vocabulary.tokenize(TEXT * 60, special=False, bos=True)[: tokens // 2]
-        story = prompts.load()["summarization"][0].turns[0]
-        ids += floats.vocabulary.tokenize(story, special=False, bos=False)[: tokens - len(ids)]
+        known = prompts.load()
+        texts = [question.turns[0] for task in ("rag", "humaneval", "summarization") for question in known[task][:2]]
+        ids = floats.vocabulary.tokenize("\n\n".join(texts), special=False, bos=True)[:tokens]
         right = logits_of(floats, ids)
         floats.close()
     found = {}
@@ -180,7 +182,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--sessions", type=int, default=5, help="the first one warms up")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--compared", type=int, default=300, help="tokens whose logits are compared; 0: none")
+    parser.add_argument("--compared", type=int, default=1000, help="tokens whose logits are compared; 0: none")
     parser.add_argument("--name", default="cpu_target")
     args = parser.parse_args()
     path, threads = models.resolve(args.model).path, args.threads or physical_cores()

@@ -103,7 +103,7 @@ class Turn(NamedTuple):
 
 
 def learn_from_turn(core: DuoCore, pace: Pace, turn: Turn) -> None:
-    if turn.guesses or turn.looking or not core.guessing or core.rounds % PLAIN_TOLD == 0:
+    if turn.guesses or not core.guessing or core.rounds % PLAIN_TOLD == 0:
         pace.target_pass(1 + turn.guesses, turn.pass_seconds, turn.context, alone=True)
         if not turn.drafted:
             pace.between(1 + turn.guesses, turn.seconds - turn.pass_seconds - turn.looking)
