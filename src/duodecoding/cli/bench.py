@@ -118,11 +118,13 @@ def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig,
     from duodecoding import backends, models
     from duodecoding.bench import order, peers
     from duodecoding.bench.run import Plan
+    from duodecoding.cli.machine import draft_engine
     from duodecoding.cli.simulate import some_prompts, words
 
     if options.repeat < 1:
         raise UsageError(f"--repeat is {options.repeat}", "it must be at least 1")
-    in_turns = options.quick and config.backend == "llamacpp"
+    slowly = config.backend == "llamacpp" or (config.backend == "auto" and draft_engine()["engine"] == "llamacpp")
+    in_turns = options.quick and slowly
     if options.quick:
         brief = QUICK_IN_TURNS if in_turns else QUICK
         options = replace(options, per_task=min(options.per_task, brief["per_task"]), repeat=brief["repeat"], peers="", tune=False)
