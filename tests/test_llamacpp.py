@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import random
 from collections.abc import Iterator, Sequence
@@ -531,6 +532,19 @@ def test_a_vocabulary_without_weights_is_the_same(model_path: Path, llama_target
         llama_target.vocabulary.chat_template,
     )
     assert light.texts() == llama_target.vocabulary.texts()
+
+
+def test_a_vocabulary_takes_its_tables_along_when_it_goes(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[object] = []
+    free = C.llama_model_free
+    monkeypatch.setattr(C, "llama_model_free", lambda handle: (freed.append(handle), free(handle)))
+    light = read_vocabulary(model_path)
+    gc.collect()
+    assert light.tokenize("Hello", special=False, bos=False)
+    assert not freed
+    del light
+    gc.collect()
+    assert len(freed) == 1
 
 
 def test_a_file_that_lacks_a_layer(poor_draft: Path, tmp_path: Path) -> None:

@@ -266,6 +266,29 @@ def test_loading_shows_how_far_it_is(files: dict[str, Path]) -> None:
     assert {what for what, _ in seen} == {"loading poor.gguf"}
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what is in memory")
+def test_what_was_copied_of_the_file_leaves_memory(model_path: Path) -> None:
+    """Weights are copied into their form; the file's own would count a second time."""
+
+    def mapped() -> int:
+        """Kilobytes of the file that are in this process's memory."""
+        lines, found, inside = Path("/proc/self/smaps").read_text().splitlines(), 0, False
+        for line in lines:
+            if "-" in line.split()[0]:
+                inside = line.endswith(model_path.name)
+            elif inside and line.startswith("Rss:"):
+                found += int(line.split()[1])
+        return found
+
+    before = mapped()
+    serving = NativeTarget(model_path, context=256, threads=1)
+    conversation = serving.open([9, 10], GREEDY)
+    logits(serving, conversation)
+    assert mapped() - before < model_path.stat().st_size / 1024 / 10
+    serving.close()
+    assert mapped() <= before, "nothing holds the file"
+
+
 def test_walking_a_pass(target: NativeTarget) -> None:
     """What the target says itself, given to it as guesses, is accepted to the end."""
     prompt = tokens_of(target, 20)

@@ -16,7 +16,7 @@ Progress = Callable[[str, float], None]  # what is being done, share done
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """The vocabulary of a model, without its weights. Stays usable while the returned object lives."""
+    """The vocabulary of a model, without its weights."""
     if path.is_dir():
         _require_torch(path)
         from duodecoding.backends.torch_text import TransformersVocabulary
@@ -24,7 +24,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
         return TransformersVocabulary(path)
     from duodecoding.backends import llamacpp
 
-    return llamacpp.LlamaModel(path, vocabulary_only=True).vocabulary
+    return llamacpp.read_vocabulary(path)
 
 
 def uses_torch(path: Path, config: EngineConfig) -> bool:

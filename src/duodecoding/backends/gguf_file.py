@@ -59,6 +59,11 @@ class GgufFile:
         except (struct.error, ValueError, IndexError, UnicodeDecodeError) as error:
             raise ModelUnreadable(f"cannot read {path.name}", f"its header is broken ({error})", "Get the file again.") from error
 
+    def forget(self) -> None:
+        """What was read so far need not stay in memory; what is wanted once more comes from the file again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def _read(self) -> None:
         self._at = 0
         magic, version, tensors, values = self._take("<4sIQQ")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,13 @@ class LlamaModel:
         if self.handle:
             C.llama_model_free(self.handle)
             self.handle = None
+
+
+def read_vocabulary(path: Path) -> LlamaVocabulary:
+    """Of a model without its weights. It lets go of the file's tables when it goes."""
+    model = LlamaModel(path, vocabulary_only=True)
+    weakref.finalize(model.vocabulary, C.llama_model_free, model.handle)
+    return model.vocabulary
 
 
 class Context:

@@ -41,10 +41,11 @@ class NativeModel:
     def __init__(
         self, weights: Weights, library: ctypes.CDLL, size: Size, progress: Callable[[float], None] = lambda share: None
     ) -> None:
-        self._library, self._weights, self._handle, self._progress = library, weights, 0, progress
+        self._library, self._handle, self._progress = library, 0, progress
         self.shape = weights.shape
         self.trunk = -(-size.context // LANES) * LANES  # its positions
-        self._handle = self._load(size)
+        self._handle = self._load(weights, size)
+        self._embeddings: Tensor | None = weights.embeddings  # stay in the file, which stays open
         self._batch = [ints(ROWS) for _ in range(4)]  # tokens, positions, places, ends
         self._starts, self._ancestors = ints(ROWS + 1), ints(ROWS * 64)
         self._make_logits(size.outputs)
@@ -54,8 +55,8 @@ class NativeModel:
         self.logits: Row = np.zeros((outputs, self.shape.vocabulary), np.float32)
         self.rows, self._logits_at = list(self.logits), self.logits.ctypes.data
 
-    def _load(self, size: Size) -> int:
-        weights, library = self._weights, self._library
+    def _load(self, weights: Weights, size: Size) -> int:
+        library = self._library
         numbers = np.array([*self.shape.numbers(), self.trunk, NODES, size.exact], np.int32)
         model = library.duo_new(numbers.ctypes.data, self.shape.epsilon, weights.frequencies.ctypes.data)
         if not model:
@@ -85,8 +86,11 @@ class NativeModel:
                 fine = fine and self._hand_over(model, number, which, matrix)
             if not fine:
                 return False
+            weights.forget()
         fine = library.duo_norms(model, -1, _at(weights.last_norm), _at(weights.last_norm))
-        return bool(fine) and self._hand_over(model, -1, 0, weights.head)
+        fine = fine and self._hand_over(model, -1, 0, weights.head)
+        weights.forget()
+        return bool(fine)
 
     def _hand_over(self, model: int, layer: int, which: int, matrix: Tensor) -> bool:
         assert matrix.data is not None
@@ -155,7 +159,7 @@ class NativeModel:
     def close(self) -> None:
         if self._handle:
             self._library.duo_free(self._handle)
-            self._handle = 0
+            self._handle, self._embeddings = 0, None
 
 
 def _at(numbers: npt.NDArray[np.float32] | None) -> int | None:

@@ -62,7 +62,7 @@ class Weights:
         if why:
             role, option = ("target", "--backend") if exact else ("draft", "--draft-engine")
             raise BackendMissing(f"our own engine cannot run this {role}", why, f"llama.cpp can: {option} llamacpp")
-        self._tensors, self.shape = file.tensors, Shape(file)
+        self._tensors, self.shape, self.forget = file.tensors, Shape(file), file.forget
         self.embeddings = file.tensors["token_embd.weight"]
         self.head = file.tensors.get("output.weight", self.embeddings)
         self.last_norm = _floats(file.tensors["output_norm.weight"])
