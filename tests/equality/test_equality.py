@@ -154,9 +154,7 @@ def close(loaded: Models, request: pytest.FixtureRequest) -> None:
 def whole(model_path: Path, poor_draft: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
     threads = int(os.environ.get("DUO_THREADS", "0")) or max(1, physical_cores() - 1)  # one core for the worker
     backend: Any = os.environ.get("DUO_BACKEND", "auto")
-    config = EngineConfig(
-        ctx_size=2048, threads=threads, max_nodes=16, backend=backend
-    )  # larger trees take a CPU half a second a pass
+    config = EngineConfig(ctx_size=2048, threads=threads, max_nodes=16, backend=backend)  # larger trees take a CPU long
     loaded = load(model_path, poor_draft, WHOLE, config)
     yield loaded
     close(loaded, request)

@@ -108,7 +108,7 @@ def _awake(config: EngineConfig) -> float:
 
 def _gguf(path: Path) -> Path:
     if path.is_dir():
-        raise BackendMissing(f"{path} holds no GGUF file", "drafts run on llama.cpp only", "Convert it, or name a GGUF.")
+        raise BackendMissing(f"{path} holds no GGUF file", "drafts are GGUF files", "Convert it, or name a GGUF.")
     return path
 
 

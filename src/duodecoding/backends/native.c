@@ -1,4 +1,4 @@
-/* A small Llama on the CPU, for drafts: a few rows of a tree at a time.
+/* Llamas and Qwens on the CPU, for drafts and targets: a few rows of a tree at a time, or a prompt.
 
    A draft of 27 MB lies in the caches of a few cores. What a general engine spends on it is not arithmetic: it is building a graph,
    handing out hundreds of small operations and meeting after each. Here a layer is five stretches of work with a meeting after

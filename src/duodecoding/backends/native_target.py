@@ -1,4 +1,4 @@
-"""The target on our own engine, for a CPU: verifying eight tokens costs it a third more than one, not four times as much.
+"""The target on our own engine, for a CPU: eight tokens in a pass cost it about twice as much as one, not four to five times.
 
 Logits are the same to the bit however many tokens share a pass, in a tree or not (docs/design.md), so answers are the same in
 every mode. They are not those of llama.cpp to the bit: both round what goes into a matrix to bytes, in another order.

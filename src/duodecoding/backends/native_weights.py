@@ -1,4 +1,4 @@
-"""What our own draft engine can run, and a file's weights in the order and the form in which it wants them.
+"""What our own engine can run, and a file's weights in the order and the form in which it wants them.
 
 It turns neighbours of a head by a position. Models that turn its two halves (Qwen) get the rows of their queries and keys in
 another order, the same for both, which changes none of their products.

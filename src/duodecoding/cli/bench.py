@@ -57,7 +57,7 @@ class BenchOptions:
 
 BENCH_HELP = {
     "out": "Folder for results.json, report.md and pictures; one that exists is gone on with. Without it a new one here.",
-    "quick": "A first look: 2 questions of each task, 96 tokens, our modes, off and duo twelve times. Ends within 3 minutes.",
+    "quick": "A first look: two questions a task, 96 tokens (llama.cpp: 48), our modes, off and duo often. Ends within 3 minutes.",
     "tasks": "A folder of .jsonl files with questions (the format of Spec-Bench), instead of the package's own.",
     "modes": "Separated by commas. off is always among them: the others are measured against it.",
     "per_task": "Questions of each task.",

@@ -123,7 +123,7 @@ def _print(facts: dict[str, Any], terminal: Terminal) -> None:
 def _engine_line(found: dict[str, str]) -> str:
     if found["engine"] == "native":
         return "our own engine, built for this processor; models that it cannot read: llama.cpp"
-    return f"llama.cpp, several times slower than our own engine, which cannot be built: {found['why']}"
+    return f"llama.cpp, not our own engine: {found['why']}"
 
 
 def _own_code_line(found: str) -> str:
