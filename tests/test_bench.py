@@ -907,6 +907,7 @@ def test_errors_are_one_line(arguments, said, tmp_path, capsys):
 
 def test_a_first_look_ends_in_time(pair, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("duodecoding.cli.bench.QUICK_SECONDS", 0.0)
+    monkeypatch.setattr("duodecoding.backends.engine_of", lambda path, config: "native")  # the file is empty
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     (tasks / "qa.jsonl").write_text('{"question_id": 1, "turns": ["abc"]}')

@@ -488,7 +488,7 @@ def test_doctor(capsys):
 
 def test_doctor_says_who_runs_drafts(capsys, monkeypatch, tmp_path):
     assert main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["draft_engine"] == {"engine": "native", "why": ""}
+    assert json.loads(capsys.readouterr().out)["own_engine"] == {"engine": "native", "why": ""}
     monkeypatch.setattr("duodecoding.backends.native.library", lambda **_: load(tmp_path / "draft.so"))
     assert main(["doctor"]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -178,7 +178,7 @@ def test_a_context_too_short_to_measure():
     with pytest.raises(UsageError, match="too short to measure"):
         measure.measure(target, draft, clock=clock)
     assert set(measure.measure(target, draft, nodes=(1, 2), repeats=2, clock=clock).verify) == {128}
-    assert set(measure.measure(target, draft, nodes=(1, 2), repeats=2, contexts=(500,), clock=clock).verify) == {185}
+    assert set(measure.measure(target, draft, nodes=(1, 2), repeats=2, contexts=(500,), clock=clock).verify) == {173}
 
 
 def test_the_quick_look():
@@ -252,12 +252,14 @@ def test_the_key_depends_on_machine_models_and_settings(models, monkeypatch):
         key(config, target, None),
         key(config, draft, target),
         key(config, device="a GPU"),
+        key(config, engine="llamacpp"),
+        key(config, engine="native"),
     }
     target.write_bytes(b"GGUF" + bytes(99) + b"x")
     others.add(key())
     monkeypatch.setattr(machine, "cpu", lambda *fields: "another")
     others.add(key())
-    assert len(others | {first}) == 9
+    assert len(others | {first}) == 11
 
 
 def test_the_key_does_not_depend_on_the_order_of_facts():

@@ -381,7 +381,7 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
             "architecture is gemma, not llama, qwen2, qwen3",
         ),
         (lambda values, tensors: values.update({"llama.expert_count": 4}), "experts"),
-        (lambda values, tensors: values.update({"llama.rope.scaling.type": "yarn"}), "scaled positions"),
+        (lambda values, tensors: values.update({"llama.rope.scaling.type": "yarn"}), "scaled (rope.scaling.type is yarn)"),
         (lambda values, tensors: values.update({"llama.rope.dimension_count": 32}), "a part of a head"),
         (lambda values, tensors: values.update({"llama.attention.key_length": 40}), "its heads are of 40"),
         (lambda values, tensors: values.update({"llama.attention.head_count_kv": 2}), "its shape is"),

@@ -14,7 +14,7 @@ import pytest
 import tinymodels
 
 from duodecoding import LLM, SamplingParams, machine
-from duodecoding.backends import load_target, native, native_target
+from duodecoding.backends import compiled, engine_of, load_target, native, native_target
 from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.backends.native_target import NativeConversation, NativeTarget
 from duodecoding.core import walk
@@ -122,8 +122,10 @@ def test_and_on_other_processors(files: dict[str, Path], processor: str, needs: 
     other.close()
 
 
-def test_logits_are_near_those_of_llama_cpp(files: dict[str, Path]) -> None:
-    ours = NativeTarget(files["as it comes"], context=512, threads=1)
+@pytest.mark.parametrize("tuning", [(), ("-DPLAIN_FOLD",)], ids=["as built here", "by a compiler that cannot shuffle vectors"])
+def test_logits_are_near_those_of_llama_cpp(files: dict[str, Path], tuning: tuple[str, ...]) -> None:
+    library = native.load(native.build([*compiled._tuning(), *tuning], exact=True))
+    ours = NativeTarget(files["as it comes"], context=512, threads=1, library=library)
     theirs = load_target(files["as it comes"], replace(SMALL, backend="llamacpp"))
     assert isinstance(theirs, LlamaTarget)
     for length in (1, 30, 150):
@@ -234,10 +236,38 @@ def test_who_serves_what(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     assert isinstance(load_target(theirs, SMALL), LlamaTarget)
     with pytest.raises(BackendMissing, match="is of floats, which would become bytes"):
         load_target(theirs, replace(SMALL, backend="native"))
-    monkeypatch.setattr(machine, "available_memory", lambda: 1_000_000)
-    with pytest.raises(BackendMissing, match="GB of memory, and"):
+    monkeypatch.setattr(machine, "most_memory", lambda: 1_000_000)
+    with pytest.raises(BackendMissing, match=r"of this machine's 0\.0 GB"):
         load_target(ours, replace(SMALL, backend="native"))
     assert isinstance(load_target(ours, SMALL), LlamaTarget)
+
+
+def test_who_serves_is_known_before(files: dict[str, Path], tmp_path: Path) -> None:
+    for config, expected in (
+        (SMALL, "native"),
+        (replace(SMALL, backend="llamacpp"), "llamacpp"),
+        (replace(SMALL, gpu_layers=1), "llamacpp"),
+    ):
+        assert engine_of(files["Q4_K_M"], config) == expected
+    assert engine_of(files["floats"], SMALL) == "llamacpp"
+    assert engine_of(tmp_path, SMALL) == "torch"
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"])
+def test_scaled_positions_are_left_to_llama_cpp(files: dict[str, Path], tmp_path: Path, key: str) -> None:
+    """A factor counts without a type: files of 2023 have no more than that."""
+    scaled = tinymodels.with_number(files["Q4_K_M"], tmp_path / "scaled.gguf", 2, f"llama.{key}", 4.0)
+    with pytest.raises(BackendMissing, match=rf"positions are scaled \({key} is 4.0\)"):
+        load_target(scaled, replace(SMALL, backend="native"))
+    assert engine_of(scaled, SMALL) == "llamacpp"
+
+
+def test_the_shortest_context(files: dict[str, Path]) -> None:
+    """Whoever measures passes at the start goes on past its end."""
+    with LLM(str(files["Q4_K_M"]), draft="free", ctx_size=16, threads=1) as llm:
+        assert llm.context == 16
+        result = llm.generate([9, 10], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert len(result.token_ids) == 14
 
 
 def test_where_it_is_not_fast_llama_cpp_serves(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,11 @@ def cut_layers(source: Path, to: Path, layers: int) -> Path:
     return _write(source, to, layers, lambda tensor: (tensor.data, tensor.tensor_type))
 
 
+def with_number(source: Path, to: Path, layers: int, name: str, number: float) -> Path:
+    """The same model, which says one thing more."""
+    return _write(source, to, layers, lambda tensor: (tensor.data, tensor.tensor_type), numbers={name: number})
+
+
 def random_weights(source: Path, to: Path, layers: int = 2, seed: int = 0) -> Path:
     """The shape of a model with fewer layers, and weights that mean nothing (F16, norms in F32)."""
     random = np.random.default_rng(seed)
@@ -125,8 +130,9 @@ def _write(
     *,
     architecture: str | None = None,
     more: Mapping[str, np.ndarray] = MappingProxyType({}),
+    numbers: Mapping[str, float] = MappingProxyType({}),
 ) -> Path:
-    """`architecture`: another one than the source has. `more`: tensors that the source has not."""
+    """`architecture`: another one than the source has. `more` and `numbers`: tensors and values that the source has not."""
     reader = gguf.GGUFReader(source)
     old = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(to, architecture or old)
@@ -136,6 +142,8 @@ def _write(
         value = layers if name == f"{old}.block_count" else change(name, field.contents())
         new = name.replace(f"{old}.", f"{architecture}.", 1) if architecture and name.startswith(f"{old}.") else name
         writer.add_key_value(new, value, field.types[0], sub_type=field.types[-1] if len(field.types) > 1 else None)
+    for name, number in numbers.items():
+        writer.add_float32(name, number)
     for tensor in _first_layers(reader, layers):
         data, kind = fill(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)

@@ -106,7 +106,7 @@ class LLM:
 
     def _measured(self, target: Path, draft: Path | None) -> Pace:
         """What `duo profile` stored for this pair and machine, else a first look at the target that takes a moment."""
-        stored = measure.load(measure.key(measure.facts(self.config, target, draft)))
+        stored = measure.load(measure.key(measure.facts(self.config, target, draft, engine=self._target.engine)))
         if stored is not None:
             return Pace(stored)
         return Pace(verify=measure.quick_verify(self._target), on_gpu=self.config.gpu_layers != 0)

@@ -36,8 +36,21 @@ def cpu(*fields: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(fields)), platform.processor())
 
 
-def available_memory() -> int | None:
-    """Bytes that programs could still get, file caches counted in. None: the system does not say."""
+def memory() -> dict[str, int]:
+    """Bytes by the system's own names ("MemTotal", "MemAvailable"), as far as it tells."""
     info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    lines = (line.split() for line in (info.read_text().splitlines() if info.exists() else []))
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) >= 2}
+
+
+def control_group_limit() -> int | None:
+    """Bytes that this process's control group allows. None: they are not bounded."""
+    path = Path("/sys/fs/cgroup/memory.max")
+    text = path.read_text().strip() if path.exists() else "max"
+    return int(text) if text.isdigit() else None
+
+
+def most_memory() -> int | None:
+    """Bytes that this process could have if it were alone: always the same. None: the system does not say."""
+    known = [found for found in (memory().get("MemTotal"), control_group_limit()) if found]
+    return min(known) if known else None

@@ -81,7 +81,7 @@ def measure(
 ) -> Profile:
     """Both cost curves and the rest of a profile. Contexts too long for the target are left out; without a draft its numbers are
     those of the target. `params`: choosing a token costs both sides more at a temperature."""
-    contexts = _possible(contexts, target.context, room=max(nodes) + 2 * len(nodes) * (repeats + 1))
+    contexts = _possible(contexts, target.context, room=max(nodes) + 4 * len(nodes) * (repeats + 1))
     steps = len(contexts) + 3
     verify = {}
     for done, context in enumerate(contexts):
@@ -128,12 +128,11 @@ def quick_verify(target: Target, *, clock: Clock = time.perf_counter) -> dict[in
     _round(target, conversation, 1, clock)  # reads the prompt and warms up
     shortest: dict[int, float] = {}
     sizes = tuple(size for size in target.pass_sizes if size <= QUICK_PADDED) or QUICK_NODES
-    for n in sizes:
-        for _ in range(QUICK_ROUNDS):  # what disturbs a pass makes it longer, never shorter; caches are warm behind one of its kind
-            seconds = _round(target, conversation, n, clock)
-            shortest[n] = min(shortest.get(n, seconds), seconds)
-            if seconds > QUICK_LIMIT and len(shortest) > 1:
-                return {QUICK_CONTEXT: stepped(fit(list(shortest.items())), target.pass_sizes)}
+    for n in (n for n in sizes for _ in range(QUICK_ROUNDS)):  # caches are warm behind a pass of its kind
+        seconds = _round(target, conversation, n, clock)
+        shortest[n] = min(shortest.get(n, seconds), seconds)  # what disturbs a pass makes it longer, never shorter
+        if seconds > QUICK_LIMIT and len(shortest) > 1:
+            break
     return {QUICK_CONTEXT: stepped(fit(list(shortest.items())), target.pass_sizes)}
 
 
@@ -382,13 +381,13 @@ def _echo(end: socket.socket, count: int) -> None:
 # Keeping profiles
 
 
-def facts(config: EngineConfig, target: Path, draft: Path | None, *, device: str = "") -> dict[str, Any]:
-    """All that a profile depends on. `device`: the GPU's name, if one is used."""
+def facts(config: EngineConfig, target: Path, draft: Path | None, *, device: str = "", engine: str = "") -> dict[str, Any]:
+    """All that a profile depends on. `device`: the GPU's name, if one is used. `engine`: what runs the target, if known."""
     return {
         "machine": {"cpu": machine.cpu("model name"), "cores": _cores(), "system": platform.system(), "device": device},
         "target": _identity(target),
         "draft": _identity(draft) if draft is not None else None,
-        "settings": {name: getattr(config, name) for name in COSTLY},
+        "settings": {name: getattr(config, name) for name in COSTLY} | ({"backend": engine} if engine else {}),
     }
 
 

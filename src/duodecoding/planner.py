@@ -155,7 +155,8 @@ class Looks:
     """How often guesses are looked for that no model makes, where nobody's pass hides the looking.
 
     An account, in tokens of `off`, of what rounds with a look won and what they took beyond a plain round. Where it is overdrawn,
-    looks are so rare that they cost a hundredth. An account is for one answer: the next one may repeat itself.
+    looks are so rare that they cost a hundredth, or, dear ones, one in `rarest` rounds. An account is for one answer: the next one
+    may repeat itself.
     """
 
     credit: float = 0.3

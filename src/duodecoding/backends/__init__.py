@@ -48,23 +48,35 @@ def on_gpu(path: Path, config: EngineConfig) -> bool:
     return choose_device(config.device).type == "cuda"
 
 
+def engine_of(path: Path, config: EngineConfig) -> str:
+    """What will run the target at `path`: native, llamacpp or torch. The same on a machine at any time."""
+    if uses_torch(path, config):
+        return "torch"
+    if config.backend == "llamacpp" or config.gpu_layers != 0:
+        return "llamacpp"
+    from duodecoding.backends import native, native_target
+
+    try:
+        (native.library if config.backend == "native" else native.fast_library)(exact=True)
+        native_target.servable(path, config.ctx_size)
+    except BackendMissing:
+        if config.backend == "native":
+            raise
+        return "llamacpp"
+    return "native"
+
+
 def load_target(path: Path, config: EngineConfig, progress: Progress = lambda what, share: None) -> Target:
     if uses_torch(path, config):
         _require_torch(path)
         from duodecoding.backends import torch
 
         return torch.load(path, read_vocabulary(path), config, progress)
-    if config.backend != "llamacpp" and config.gpu_layers == 0:
-        from duodecoding.backends import native
+    if engine_of(path, config) == "native":
         from duodecoding.backends.native_target import NativeTarget
 
-        try:
-            library = native.library(exact=True) if config.backend == "native" else native.fast_library(exact=True)
-            keep, threads = config.keep_mb * 1_000_000, config.threads
-            return NativeTarget(path, context=config.ctx_size, threads=threads, keep_bytes=keep, library=library, progress=progress)
-        except BackendMissing:
-            if config.backend == "native":
-                raise
+        keep, threads = config.keep_mb * 1_000_000, config.threads
+        return NativeTarget(path, context=config.ctx_size, threads=threads, keep_bytes=keep, progress=progress)
     from duodecoding.backends import llamacpp
 
     if config.gpu_layers != 0 and not llamacpp.supports_gpu():

@@ -118,7 +118,7 @@ INLINE vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-#if defined(__has_builtin)
+#if defined(__has_builtin) && !defined(PLAIN_FOLD)
 #if __has_builtin(__builtin_shufflevector)
 #define SWAP(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
 #if LANES == 16
@@ -141,8 +141,9 @@ INLINE vf fused(vf a, vf b, vf c) {
 #endif
 #ifndef FOLD
 #define FOLD(v, with)                                                                                                              \
-    for (int i = 1; i < LANES; i++) {                                                                                              \
-        vf other = all(v[i]);                                                                                                      \
+    const vf lanes = v;                                                                                                            \
+    for (int lane = 1; lane < LANES; lane++) {                                                                                     \
+        const vf other = all(lanes[lane]);                                                                                         \
         v = with(v, other);                                                                                                        \
     }
 #endif
@@ -1229,7 +1230,7 @@ void duo_free(duo_model *m) {
     free(m);
 }
 
-/* `shape`: width, heads, kv_heads, head, feed, layers, vocabulary, context (a multiple of 64), nodes of a tree, exact.
+/* `shape`: width, heads, kv_heads, head, feed, layers, vocabulary, context (a multiple of LANES), nodes of a tree, exact.
    `frequencies`: of the positions' rotation, (head / 2). NULL: no memory. */
 duo_model *duo_new(const int32_t *shape, float epsilon, const float *frequencies) {
     duo_model *m = room(sizeof(duo_model));

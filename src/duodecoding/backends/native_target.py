@@ -34,6 +34,8 @@ OUTPUTS = 16  # logits that there is room for at first
 AWAKE = 0.0001  # seconds: through the sampling of a token, not through a step of a draft that wants the same cores
 STRETCH = 64  # positions that attention makes a part of
 PARTS_BYTES = 64_000_000  # of attention, at most, while a prompt is read
+BEYOND = 64  # positions behind the context, for guesses that go on past its end and for who measures passes
+MOST_MEMORY = 0.8  # of the machine's
 
 
 class Kept(NamedTuple):
@@ -88,16 +90,15 @@ class NativeTarget:
         progress: Callable[[str, float], None] = lambda what, share: None,
     ) -> None:
         """`keep_bytes`: memory for the caches of conversations that lost their place to another."""
-        weights = Weights(GgufFile(path), exact=True)
-        self.weights_bytes = weights.pass_bytes
-        _check_memory(weights.memory)
+        weights = servable(path, context)
+        self.weights_bytes = weights.memory
         self._words = LlamaModel(path, vocabulary_only=True)
         if self._words.trim is not None:
             self._words.close()
             raise ModelUnreadable(f"cannot serve {path.name}", "it is a draft, which knows a part of its target's vocabulary")
         self.vocabulary: Vocabulary = self._words.vocabulary
         self.context = usable_context(weights.shape.trained_context, context)
-        size = Size(self.context, threads or physical_cores(), AWAKE, OUTPUTS, exact=True)
+        size = Size(self.context + BEYOND, threads or physical_cores(), AWAKE, OUTPUTS, exact=True)
         try:
             tell = partial(progress, f"loading {path.name}")
             self._model = NativeModel(weights, library or native.library(exact=True), size, tell)
@@ -184,9 +185,14 @@ class NativeTarget:
         self._words.close()
 
 
-def _check_memory(needed: int) -> None:
-    """llama.cpp leaves weights in the file and reads them from there again and again if it must; here they are copied."""
-    free = machine.available_memory()
-    if free is not None and needed > free:
-        why = f"its weights would take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are there"
+def servable(path: Path, context: int) -> Weights:
+    """The weights of a target that it can serve; else BackendMissing says why not. llama.cpp leaves weights in the file and reads
+    them from there again and again if it must; here they are copied. It is the machine's memory that counts, not what of it is free
+    just now: another engine's answer may be another one, and must not depend on that."""
+    weights = Weights(GgufFile(path), exact=True)
+    shape, most = weights.shape, machine.most_memory()
+    needed = weights.memory + 4 * shape.layers * shape.kv_heads * shape.head * usable_context(shape.trained_context, context)
+    if most is not None and needed > MOST_MEMORY * most:
+        why = f"its weights and {context} tokens of context take {needed / 1e9:.1f} of this machine's {most / 1e9:.1f} GB"
         raise BackendMissing("our own engine has no room for this target", why, "llama.cpp may: --backend llamacpp")
+    return weights

@@ -22,6 +22,13 @@ LANES = 16  # of a matrix, rows that are computed together at most
 FLOATS = (F32, F16, BF16)
 BITS = {Q4_0: 4.5, Q4_1: 5.0, Q4_K: 5.0, Q8_0: 8.5}  # of a weight in memory; other types become bytes, as Q8_0
 HALVES = {"llama": False, "qwen2": True, "qwen3": True}  # architecture: are the halves of a head turned, not neighbours?
+# What a file says of its positions where they are as they are; a factor counts without a type, too.
+UNSCALED: dict[str, set[Any]] = {
+    "rope.scaling.type": {None, "none"},
+    "rope.scaling.factor": {None, 0.0, 1.0},
+    "rope.scale_linear": {None, 0.0, 1.0},
+    "rope.scaling.attn_factor": {None, 1.0},
+}
 NEEDED = ("embedding_length", "attention.head_count", "feed_forward_length", "block_count")
 QUERIES_KEYS_VALUES = ("attn_q", "attn_k", "attn_v")
 OTHERS = ("attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -57,7 +64,7 @@ class Weights:
     """Raises BackendMissing if our own engine cannot run the model."""
 
     def __init__(self, file: GgufFile, *, exact: bool = False) -> None:
-        """`exact`: of a target, whose weights are not to be rounded."""
+        """`exact`: of a target, whose floats are not to become bytes."""
         why = next(_reasons(file, exact), "")
         if why:
             role, option = ("target", "--backend") if exact else ("draft", "--draft-engine")
@@ -69,15 +76,8 @@ class Weights:
         self.frequencies = self._frequencies()
 
     @property
-    def pass_bytes(self) -> int:
-        """Of the file, that are read for every token: all but embeddings that are nothing else."""
-        every = sum(tensor.data.nbytes for tensor in self._tensors.values() if tensor.data is not None)
-        words = self.embeddings.data
-        return every - (words.nbytes if self.head is not self.embeddings and words is not None else 0)
-
-    @property
     def memory(self) -> int:
-        """Bytes that they take here, without embeddings that are nothing else."""
+        """Bytes that they take here, which are read for every token: without embeddings that are nothing else."""
         inner = [tensor for name, tensor in self._tensors.items() if name.startswith("blk.") and tensor.rows > 1]
         return round(sum(BITS.get(each.kind, BITS[Q8_0]) * each.rows * each.columns for each in [self.head, *inner]) / 8)
 
@@ -147,8 +147,11 @@ def _reasons(file: GgufFile, exact: bool) -> Iterator[str]:
             yield f"its weights are of type {tensor.kind} (floats, Q4_0 to Q8_0 and Q4_K to Q6_K it could read)"
         if exact and tensor.rows > 1 and tensor.kind in FLOATS:
             yield f"its {name} is of floats, which would become bytes"
-    if values.get(f"{architecture}.expert_count") or values.get(f"{architecture}.rope.scaling.type") not in {None, "none"}:
-        yield "it has experts or scaled positions"
+    if values.get(f"{architecture}.expert_count"):
+        yield "it has experts"
+    for name, plain in UNSCALED.items():
+        if (found := values.get(f"{architecture}.{name}")) not in plain:
+            yield f"its positions are scaled ({name} is {found})"
     yield from _of_shape(Shape(file), values)
     if sum(name.split(".")[-2] in HEAD_NORMS for name in tensors) not in (0, 2 * Shape(file).layers):
         yield "not all of its queries and keys have norms"

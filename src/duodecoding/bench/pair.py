@@ -194,7 +194,8 @@ class _Judge:
 
     def _costs(self, file: ModelFile, draft: Draft) -> Profile:
         """What `duo profile` kept of this pair, else a short measurement."""
-        stored = measure.load(measure.key(measure.facts(share_threads(self.config), self.file.path, file.path)))
+        facts = measure.facts(share_threads(self.config), self.file.path, file.path, engine=self.target.engine)
+        stored = measure.load(measure.key(facts))
 
         def tell(what: str, share: float) -> None:
             self.progress(f"{file.name}: {what}", share)

@@ -118,13 +118,12 @@ def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig,
     from duodecoding import backends, models
     from duodecoding.bench import order, peers
     from duodecoding.bench.run import Plan
-    from duodecoding.cli.machine import draft_engine
     from duodecoding.cli.simulate import some_prompts, words
 
     if options.repeat < 1:
         raise UsageError(f"--repeat is {options.repeat}", "it must be at least 1")
-    slowly = config.backend == "llamacpp" or (config.backend == "auto" and draft_engine()["engine"] == "llamacpp")
-    in_turns = options.quick and slowly
+    model = models.resolve(config.model, offline=config.offline).path
+    in_turns = options.quick and config.gpu_layers == 0 and backends.engine_of(model, config) == "llamacpp"
     if options.quick:
         brief = QUICK_IN_TURNS if in_turns else QUICK
         options = replace(options, per_task=min(options.per_task, brief["per_task"]), repeat=brief["repeat"], peers="", tune=False)
@@ -132,7 +131,7 @@ def planned(options: BenchOptions, params: SamplingParams, config: EngineConfig,
     modes = [known_mode(name) for name in words(options.modes, "modes")]
     rivals = list(peers.PEERS) if options.peers == "all" else words(options.peers, "peers") if options.peers else []
     peers.check(rivals)
-    vocabulary = backends.read_vocabulary(models.resolve(config.model, offline=config.offline).path)
+    vocabulary = backends.read_vocabulary(model)
     asked = [
         question
         for of_task in some_prompts(SimulateOptions(tasks=options.tasks, per_task=options.per_task)).values()

@@ -49,14 +49,14 @@ def doctor(
         "cores": machine.cores(),
         "memory": machine.memory(),
         "devices": machine.devices(),
-        "draft_engine": machine.draft_engine(),
+        "own_engine": machine.own_engine(),
         "own_code": machine.own_code(),
         "bandwidth": machine.bandwidth(config.threads),
     }
     facts["outlook"] = machine.outlook(
         facts["cores"]["physical"],
         facts["devices"]["llama_cpp_gpu_offload"] or bool(facts["devices"]["cuda"]),
-        facts["draft_engine"]["engine"] == "native",
+        facts["own_engine"]["engine"] == "native",
     )
     if model is not None:
         facts["model"] = check_model(replace(config, model=model), terminal)
@@ -108,7 +108,7 @@ def _print(facts: dict[str, Any], terminal: Terminal) -> None:
         "memory": f"{in_words(memory['total_bytes'])}" + _memory_detail(memory),
         "GPU, llama.cpp": "yes, see --gpu-layers" if devices["llama_cpp_gpu_offload"] else "no, this build runs on the CPU only",
         "GPU, torch": _cuda_line(devices["cuda"]),
-        "on the CPU run": _engine_line(facts["draft_engine"]),
+        "on the CPU run": _engine_line(facts["own_engine"]),
         "our own code": _own_code_line(facts["own_code"]),
         "copying": _bandwidth_line(facts["bandwidth"]),
     }

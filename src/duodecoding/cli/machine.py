@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from duodecoding.types import SamplingParams
@@ -52,13 +51,14 @@ def own_code() -> str:
     return "compiled" if machine.compiled() else "interpreted"
 
 
-def draft_engine() -> dict[str, str]:
-    """Who runs drafts here: "native", or "llamacpp" and `why`."""
+def own_engine() -> dict[str, str]:
+    """Who runs models in GGUF files on this CPU: "native", or "llamacpp" and `why`."""
     from duodecoding.backends import native
     from duodecoding.errors import BackendMissing
 
     try:
         native.fast_library()
+        native.fast_library(exact=True)
     except BackendMissing as error:
         return {"engine": "llamacpp", "why": error.why}
     return {"engine": "native", "why": ""}
@@ -66,18 +66,11 @@ def draft_engine() -> dict[str, str]:
 
 def memory() -> dict[str, int | None]:
     """Bytes. `limit`: what this process's control group allows, if it is bounded."""
-    facts = {}
-    if Path("/proc/meminfo").exists():
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        facts = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) >= 2}
+    from duodecoding import machine
+
+    facts = machine.memory()
     total = facts.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"total_bytes": total, "available_bytes": facts.get("MemAvailable"), "limit_bytes": _control_group_limit()}
-
-
-def _control_group_limit() -> int | None:
-    path = Path("/sys/fs/cgroup/memory.max")
-    text = path.read_text().strip() if path.exists() else "max"
-    return int(text) if text.isdigit() else None
+    return {"total_bytes": total, "available_bytes": facts.get("MemAvailable"), "limit_bytes": machine.control_group_limit()}
 
 
 def devices() -> dict[str, Any]:

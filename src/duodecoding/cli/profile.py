@@ -81,9 +81,8 @@ def measured(config: EngineConfig, name: str, terminal: Terminal) -> tuple[Profi
             if draft is not None:
                 draft.close()
     # Stored under the settings that an engine of this pair will have.
-    facts = measure.facts(
-        share_threads(config) if draft_file else config, target_file.path, draft_file.path if draft_file else None
-    )
+    pair = target_file.path, draft_file.path if draft_file else None
+    facts = measure.facts(share_threads(config) if draft_file else config, *pair, engine=target.engine)
     return found, measure.save(found, measure.key(facts))
 
 
