@@ -2,7 +2,9 @@
 
     python benchmarks/cpu_target.py [--model NAME_OR_FILE] [--per-task 2] [--tokens 96] [--sessions 5] [--name cpu_target]
 
-Passes and answers in turns, in one process, all on the same number of threads. Answers: the package's questions, whole ones, `off`
+Passes and answers in turns, in one process, all on the same number of threads. llama.cpp's weights are as they are in the file, for
+its answers must not depend on the mode; passes with weights repacked for this processor, as it would have them by itself, beside
+them. Answers: the package's questions, whole ones, `off`
 on both engines and `duo` with free guesses on ours, each cold. Logits: against the same weights as 32-bit floats, which llama.cpp
 computes (a model in 32 bits must fit into memory).
 """
@@ -26,7 +28,8 @@ import numpy.typing as npt
 from duodecoding import LLM, SamplingParams, measure, models, prompts
 from duodecoding.backends import load_target
 from duodecoding.backends.base import Target
-from duodecoding.backends.llamacpp import physical_cores
+from duodecoding.backends.llamacpp import LlamaModel, physical_cores
+from duodecoding.backends.llamacpp_target import LlamaTarget
 from duodecoding.bench.simulate import chat_tokens
 from duodecoding.core import walk
 from duodecoding.drafters.lookup import LookupDrafter
@@ -189,7 +192,10 @@ def main() -> None:
     config = EngineConfig(ctx_size=2048, threads=threads, keep_mb=0, backend="native")
     targets = {"ours": load_target(path, config)}
     targets["llama.cpp"] = load_target(path, EngineConfig(ctx_size=2048, threads=threads, keep_mb=0, backend="llamacpp"))
-    results: dict[str, Any] = {"passes": {name: common.spread(some) for name, some in passes(targets, args.rounds).items()}}
+    repacked = LlamaTarget(LlamaModel(path, repack=True), context=2048, threads=threads)
+    timed_passes = passes(targets | {"llama.cpp, repacked": repacked}, args.rounds)
+    repacked.close()
+    results: dict[str, Any] = {"passes": {name: common.spread(some) for name, some in timed_passes.items()}}
     results["answers"] = answers(targets, args.per_task, args.tokens, args.sessions)
     if args.compared:
         results["logits"] = nearness(path, targets, args.compared)
