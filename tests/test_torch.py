@@ -40,6 +40,7 @@ from duodecoding.drafters.model import ModelDrafter  # noqa: E402
 from duodecoding.drafting import Drafters  # noqa: E402
 from duodecoding.errors import BackendMissing, DuoError, Interrupted, ModelUnreadable, OutOfMemory, UsageError  # noqa: E402
 from duodecoding.launch import spawn  # noqa: E402
+from duodecoding.pace import guessed_costs  # noqa: E402
 from duodecoding.tree import ROOT, PassNode  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -484,6 +485,7 @@ def test_a_folder_becomes_a_target(folder: Path) -> None:
     assert isinstance(target, TorchTarget)
     assert target.context == 512
     with LLM(str(folder), mode="serial", draft="lookup", ctx_size=64, threads=1) as llm:
+        llm.use_costs(guessed_costs(on_gpu=True))  # so small a model has no steady prices
         result = llm.chat([{"role": "user", "content": "ab ab ab ab"}], SamplingParams(max_tokens=20, ignore_eos=True))
     with LLM(str(folder), mode="off", ctx_size=64, threads=1) as llm:
         plain = llm.chat([{"role": "user", "content": "ab ab ab ab"}], SamplingParams(max_tokens=20, ignore_eos=True))

@@ -265,7 +265,7 @@ class DuoCore:
 
     def looked(self, tokens: int, seconds: float) -> None:
         """The driver's report of a round for which guesses were looked for where nothing hides that; `seconds` with the looking."""
-        if self._priced:
+        if self._priced and self._config.mode is Mode.DUO:
             self._looks.observe(tokens, seconds, self._prices()[1], in_vain=self._bare_rounds > 0)
 
     def draft_exhausted(self) -> None:
