@@ -3,7 +3,8 @@
 python benchmarks/make_draft.py --target m.gguf --prompts prompts.jsonl.gz --held-out tasks/ --out out/ --minutes 9 \\
     --data-dir data/ [--resume] [--candidates "thin4=0,1,28,29;fat2=0+1,28+29;trim=0,1,28,29@16384"]
 
-A candidate is NAME=LAYERS[@VOCABULARY]. Writes NAME-QUANT.gguf for every quant and make_draft.json: the log of loss and agreement,
+A candidate is NAME=LAYERS[@VOCABULARY][:QUANT]; with the quant q4_0 it is trained as such a file has it.
+Writes NAME-QUANT.gguf for every quant and make_draft.json: the log of loss and agreement,
 agreement on the held-out folder (read for this and for refusing what overlaps with it, never for training or choosing), speeds.
 Answers and checkpoints stay in --data-dir: a later run with --resume goes on with both, and adds answers as time allows.
 """
@@ -29,8 +30,9 @@ CANDIDATES = "thin4=0,1,28,29;fat2=0+1,28+29;thin4-16k=0,1,28,29@16384"
 
 def candidate(text: str) -> Candidate:
     name, _, rest = text.partition("=")
+    rest, _, quant = rest.partition(":")
     layers, _, vocab = rest.partition("@")
-    return Candidate(name, layers, int(vocab or 0))
+    return Candidate(name, layers, int(vocab or 0), quant)
 
 
 class Log:

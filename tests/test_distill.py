@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 from duodecoding.distill import data, export, source, student, train  # noqa: E402
 from duodecoding.distill.evaluate import agreement  # noqa: E402
 from duodecoding.distill.generate import Generator, Job  # noqa: E402
-from duodecoding.distill.model import attend_within, enter, leave, pack  # noqa: E402
+from duodecoding.distill.model import as_written, attend_within, enter, leave, pack  # noqa: E402
 from duodecoding.distill.pipeline import Options, Run, own_prompts  # noqa: E402
 from duodecoding.distill.recipes import SHARES, Recipes, Text  # noqa: E402
 from duodecoding.types import EngineConfig  # noqa: E402
@@ -357,6 +357,27 @@ def test_an_interrupt_keeps_the_best_so_far(target: source.Source, teacher: Any,
     assert trainer.progress.stopped
     assert trainer.progress.step == 4
     assert of.best
+
+
+def test_a_draft_for_a_coarse_file_is_trained_as_the_file_has_it(target: source.Source, teacher: Any, corpus: data.Corpus) -> None:
+    weights = torch.randn(24, 96) * torch.rand(24, 1)
+    weights[3] = 0
+    weights.requires_grad_()
+    kind = gguf.GGMLQuantizationType.Q4_0
+    written = gguf.quants.dequantize(gguf.quants.quantize(weights.detach().numpy(), kind), kind)
+    assert np.array_equal(as_written(weights).detach().numpy(), written)
+    as_written(weights).sum().backward()
+    assert torch.equal(weights.grad, torch.ones_like(weights))
+
+    of = student.make(target, "d", ((0,), (3,)), None, CPU, student.ROUNDED)
+    trained(teacher, [of], corpus)
+    stored = export.quantise(of.weights(), student.ROUNDED, "f16")
+    read = {name: np.array(gguf.quants.dequantize(data, kind), np.float32) for name, (data, kind) in stored.items()}
+    file, ids = student.load(of.model.shape, read, CPU), corpus.texts[0][:40].astype(np.int64)
+    of.model.load_state_dict(of.best)
+    assert torch.allclose(hidden(of.model, ids), hidden(file, ids), atol=0.01)
+    of.model.rounds = False
+    assert not torch.allclose(hidden(of.model, ids), hidden(file, ids), atol=0.05)
 
 
 # All of it

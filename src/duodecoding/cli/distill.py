@@ -89,7 +89,7 @@ def distill(target: Annotated[str, TARGET], /, *, options: Annotated[DistillFlag
             lambda what, share, more: show(f"{what}: {more}", share),
         )
         run.generate(texts, work, Path(chosen.held_out) if chosen.held_out else None)
-        [student] = run.train([Candidate(out.stem, chosen.layers, chosen.vocab)], work)
+        [student] = run.train([Candidate(out.stem, chosen.layers, chosen.vocab, chosen.quant)], work)
         run.write(student, out, chosen.quant, chosen.quant_embedding)
     said(run, student, out, terminal, as_json=chosen.json)
     return exit_code(SIGNALS[0]) if run.progress.stopped else 0

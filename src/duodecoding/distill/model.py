@@ -124,6 +124,19 @@ def leave(
     return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
 
 
+BLOCK, STEPS_DOWN, STEPS = 32, 8, 15  # of Q4_0: weights that share a scale, and the whole numbers from -8 to 7 that they become
+
+
+def as_written(weight: torch.Tensor) -> torch.Tensor:
+    """What Q4_0 makes of a matrix; gradients pass as if it were the matrix itself."""
+    blocks = weight.detach().unflatten(-1, (-1, BLOCK))
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = largest / -STEPS_DOWN
+    steps = torch.where(scale == 0, 0.0, blocks / scale + STEPS_DOWN + 0.5).floor().clamp(0, STEPS) - STEPS_DOWN
+    written = (steps * scale.half().float()).flatten(-2)
+    return weight + (written - weight.detach())
+
+
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """With gradients and without, and every student's shape: a variant each. The number of tokens is left open."""
@@ -146,6 +159,7 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.quick = False  # compile passes without gradients too: pays for a teacher, not for an evaluation now and then
+        self.rounds = False  # compute with the layers' matrices as a file in Q4_0 will have them
         self.token_embd = nn.Embedding(shape.vocab, shape.width)
         self.blk = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.output_norm = Norm(shape.width)
@@ -160,14 +174,15 @@ class Llama(nn.Module):
         """Final hidden states (tokens, width), normed: times `head` they are the logits."""
         shape = self.shape
         quick = ids.is_cuda and (self.quick or torch.is_grad_enabled())
-        pieces: tuple[Callable[..., Any], ...] = (enter, leave, normed)
-        first, last, end = (compiled(piece) if quick else piece for piece in pieces)
+        pieces: tuple[Callable[..., Any], ...] = (enter, leave, normed, as_written)
+        first, last, end, written = (compiled(piece) if quick else piece for piece in pieces)
+        seen: Callable[[torch.Tensor], torch.Tensor] = written if self.rounds else lambda weight: weight
         x = F.embedding(ids, self.token_embd.weight).to(dtype)
         angles = self.angles[positions]
         for number, block in enumerate(self.blk):
-            q, k, v = first(x, block.attn_norm.weight, block.attn_qkv.weight, angles, shape.heads, shape.kv_heads, shape.eps)
-            mlp = (block.ffn_gate.weight, block.ffn_up.weight, block.ffn_down.weight)
-            x = last(x, attend(number, q, k, v), block.attn_output.weight, block.ffn_norm.weight, mlp, shape.eps)
+            q, k, v = first(x, block.attn_norm.weight, seen(block.attn_qkv.weight), angles, shape.heads, shape.kv_heads, shape.eps)
+            mlp = tuple(seen(linear.weight) for linear in (block.ffn_gate, block.ffn_up, block.ffn_down))
+            x = last(x, attend(number, q, k, v), seen(block.attn_output.weight), block.ffn_norm.weight, mlp, shape.eps)
         return end(x, self.output_norm.weight, shape.eps)
 
 

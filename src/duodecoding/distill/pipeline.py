@@ -20,11 +20,12 @@ from duodecoding.errors import DuoError
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A draft to make: its layers as `--layers` names them, and its vocabulary (0: the target's)."""
+    """A draft to make: its layers as `--layers` names them, its vocabulary (0: the target's), and the type of its file."""
 
     name: str
     layers: str = "4"
     vocab: int = 0
+    quant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class Run:
             if wanted.vocab not in trims:
                 trims[wanted.vocab] = student.trim_vocabulary(self.source, counts, wanted.vocab, self.device)
             plan = student.parse_layers(wanted.layers, self.source.shape.layers)
-            found.append(student.make(self.source, wanted.name, plan, trims[wanted.vocab], self.device))
+            found.append(student.make(self.source, wanted.name, plan, trims[wanted.vocab], self.device, wanted.quant))
         return found
 
     def write(self, of: student.Student, path: Path, quant: str, quant_embedding: str = "") -> None:

@@ -122,13 +122,17 @@ class Student:
         return {name: tensor.float().cpu().numpy() for name, tensor in chosen.items()}
 
 
-def make(source: Source, name: str, plan: Plan, trim: Trim | None, device: torch.device) -> Student:
+ROUNDED = "q4_0"  # the type that is so coarse that a draft is trained as the file will have it
+
+
+def make(source: Source, name: str, plan: Plan, trim: Trim | None, device: torch.device, quant: str = "") -> Student:
     shape, weights = initial(source, plan)
     if trim is not None:
         kept = trim.token_ids
         weights |= {key: weights[key][kept] for key in (EMBEDDING, HEAD) if key in weights}
         shape = replace(shape, vocab=len(kept))
     model = load(shape, weights, device)
+    model.rounds = quant == ROUNDED
     return Student(name, model, copy.deepcopy(model).requires_grad_(False), trim)
 
 
