@@ -453,6 +453,16 @@ def test_copies_below_a_surprise_are_believed_by_half(foreseen: bool, step: floa
     assert isinstance(found, Wait if waits else Verify)
 
 
+@pytest.mark.parametrize(("width", "waits"), [(4, True), (1, False)])
+def test_the_draft_is_expected_to_expand_as_many_leaves_as_it_may(width: int, waits: bool) -> None:
+    """What it is at has died; its next step takes a quarter of a pass, which only guesses below both of its leaves are worth."""
+    params, costs = SamplingParams(max_tokens=50, ignore_eos=True), load_profile("h200-32b")
+    core = DuoCore([1, 2], params, EngineConfig(mode=Mode.DUO, draft_width=width), context=4096, costs=costs)
+    core.nodes_arrived([Proposal(1, -1, 7, 0.4, Source.MODEL), Proposal(2, -1, 8, 0.35, Source.MODEL)])
+    found = core.step(Outlook(next_in=0.0, expanding=(999,), step=4.5e-3))
+    assert isinstance(found, Wait if waits else Verify)
+
+
 def test_what_is_never_of_use_is_looked_for_less_often() -> None:
     core = DuoCore([1, 2], SamplingParams(max_tokens=100), EngineConfig(mode=Mode.DUO), context=1000)
     looked = []

@@ -222,8 +222,7 @@ class DuoCore:
         coming = [node for node in map(self.tree.find, outlook.expanding) if node is not None and not node.expanded]
         delay = outlook.next_in
         if not coming:  # the running step is for leaves that have died; the one after it is for ours
-            first = next((node for node in (self.tree.root, *nodes) if not node.expanded), None)  # they come best first
-            coming = [first] if first is not None else self.tree.frontier(1)
+            coming = self._next_leaves(nodes)
             delay += outlook.step
         last = self.tree.position + self._room - 1  # of the answer: guesses behind it are of no use, however likely
         coming = [node for node in coming if node.position < last]
@@ -233,6 +232,13 @@ class DuoCore:
         more = sum(max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True))
         now, then = self._prices()[1 + len(nodes)], self._prices()[1 + len(nodes) + 2 * len(coming)]
         return delay if worth_waiting(worth * expected, now, more, then, delay) else None
+
+    def _next_leaves(self, nodes: Sequence[Node]) -> list[Node]:
+        """What the draft will expand next: it knows the root, and until it has expanded that nothing below."""
+        if not self.tree.root.expanded:
+            return [self.tree.root]
+        leaves = [node for node in nodes if not node.expanded]  # they come best first
+        return leaves[: self._config.draft_width] or self.tree.frontier(1)
 
     def all_dead(self, leaves: Sequence[int]) -> bool:
         """Is a draft step on these leaves of no use any more?"""
