@@ -1,6 +1,7 @@
 """What `duo` costs with a useless draft: answers in `off` and in `duo` with it, in turns, as a ratio of times.
 
     python benchmarks/never_slower.py USELESS.gguf [--pairs 14] [--threads 1] [--threads-draft 1]
+    python benchmarks/never_slower.py USELESS.gguf --model RIG.gguf --turns on --threads 2 --threads-draft 2 --name NAME
 
 Each mode has its own engine; both targets get the same number of threads. The package's questions, one of each task in
 turn, each once: what was asked before would be guessed without any draft.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from common import spread, write
@@ -22,11 +24,12 @@ def main() -> None:
     option = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
     pairs, threads = int(option.get("--pairs", "14")), int(option.get("--threads", "1"))
     params = SamplingParams(max_tokens=96, ignore_eos=True)
-    drafting = int(option.get("--threads-draft", "1"))
+    drafting, model = int(option.get("--threads-draft", "1")), option.get("--model", "smollm2-135m")
+    both = EngineConfig(model, threads=threads, ctx_size=2048)
     questions = [question.turns[0] for some in zip(*prompts.load().values(), strict=False) for question in some]
     ratios, first, same = [], [], True
-    off = LLM.from_config(EngineConfig(mode="off", threads=threads, ctx_size=2048))
-    duo = LLM.from_config(EngineConfig(mode="duo", draft=str(draft), threads=threads, threads_draft=drafting, ctx_size=2048))
+    off = LLM.from_config(replace(both, mode="off"))
+    duo = LLM.from_config(replace(both, draft=str(draft), threads_draft=drafting, turns=option.get("--turns", "auto")))
     with off, duo:
         duo.generate("Hello", params)  # the worker starts, the switch learns
         for i in range(pairs):
@@ -43,7 +46,8 @@ def main() -> None:
             first.append(times["duo first"] / times["off first"])
             print(f"{i + 1}/{pairs}: {times['duo']:.2f} s against {times['off']:.2f} s", flush=True)
     results = {"duo / off": spread(ratios), "first token, duo / off": spread(first), "same tokens": same, "answers": pairs}
-    print(write("never_slower", {"draft": draft.name, "threads": threads, "threads_draft": drafting, "tokens": 96}, results))
+    settings = {"model": Path(model).name, "draft": draft.name, "threads": threads, "threads_draft": drafting, "tokens": 96}
+    print(write(option.get("--name", "never_slower"), settings | {"speculation": duo.speculation}, results))
 
 
 if __name__ == "__main__":

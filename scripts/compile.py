@@ -26,7 +26,7 @@ MODULES = (
     "tree", "sampling", "costs", "planner", "trace", "core",
     "drafters.record", "drafters.automaton", "drafters.lookup", "drafters.recycling",
     "drafters.growth", "drafters.model", "drafters.bridge",
-    "session", "remote", "drafting", "realtime", "virtual",
+    "session", "remote", "drafting", "between", "realtime", "virtual",
 )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ SCRIPT = HERE.parent / "scripts" / "compile.py"
 ANSWER = """
 import sys
 from duodecoding import LLM, SamplingParams, machine
-with LLM("smollm2-135m", draft="smollm2-draft", mode=sys.argv[1], threads=1) as llm:
+mode, _, turns = sys.argv[1].partition(", turns ")
+with LLM("smollm2-135m", draft="smollm2-draft", mode=mode, turns=turns or "auto", threads=1) as llm:
     for temperature in (0.0, 0.8):
         result = llm.generate("Three rivers of Europe are", SamplingParams(max_tokens=24, temperature=temperature))
         print(machine.compiled(), result.token_ids)
@@ -66,7 +67,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", ["duo", "serial"])
+@pytest.mark.parametrize("mode", ["duo", "duo, turns on", "serial"])
 def test_answers_are_the_same(root: Path, mode: str) -> None:
     mine, plain = python(["-c", ANSWER, mode]), python(["-c", ANSWER, "off"])
     assert mine == plain

@@ -6,7 +6,7 @@ import random
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from duodecoding.costs import CostCurve
@@ -87,16 +87,27 @@ def test_free_nodes_are_all_verified_and_dear_ones_are_not():
 # 2. Go or wait
 
 
-@given(SHARES, TIMES, SHARES, TIMES, TIMES)
-def test_waiting_pays_if_the_rate_is_higher(expected, verify, more, verify_more, delay):
-    pays = worth_waiting(expected, verify, more, verify_more, delay)
-    assert pays == ((1 + expected + more) / (verify_more + delay) > (1 + expected) / verify)
+@given(st.lists(st.floats(0, 1), max_size=6), st.lists(st.floats(0, 1), max_size=6), st.lists(TIMES, min_size=16), TIMES)
+def test_waiting_pays_if_the_rate_is_higher(now, hoped, prices, delay):
+    least = (1 + sum(now)) / prices[1 + len(now)]
+    best = sorted(now + hoped, reverse=True)
+    rates = [(1 + sum(best[:n])) / (prices[1 + n] + delay) for n in range(1, len(best) + 1)]
+    assume(all(abs(rate / least - 1) > 1e-9 for rate in rates))
+    assert worth_waiting(now, hoped, prices, delay) == any(rate > least for rate in rates)
 
 
 def test_waiting_for_nothing_never_pays():
-    assert not worth_waiting(0.5, 0.01, 0.0, 0.01, 0.001)
-    assert worth_waiting(0.0, 0.01, 0.8, 0.01, 0.001)
-    assert not worth_waiting(3.0, 0.01, 0.3, 0.01, 0.001)  # a full tree does not wait for a little more
+    flat = [0.01] * 9
+    assert not worth_waiting([0.5], [], flat, 0.001)
+    assert worth_waiting([], [0.8], flat, 0.001)
+    assert not worth_waiting([1.0, 1.0, 1.0], [0.3], flat, 0.001)  # a full tree does not wait for a little more
+
+
+def test_a_better_guess_may_take_the_place_of_a_worse_one():
+    """Where every place has its price, what comes need not be verified beside what is there."""
+    stairs = [0.01, 0.01, 0.01, 0.01, 0.03, 0.05]
+    assert worth_waiting([0.5, 0.1], [0.4], stairs, 0.001)
+    assert not worth_waiting([0.5, 0.4], [0.3], stairs, 0.001)
 
 
 # 3. Leaves per draft step

@@ -171,8 +171,10 @@ def test_a_perfect_draft_beside_the_target_is_hidden():
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.sampled_from(["auto", "on"]),
 )
-def test_the_bill_adds_up(config, share, step, waits, hedges, lookup, recycling):
+def test_the_bill_adds_up(config, share, step, waits, hedges, lookup, recycling, turns):
+    config = replace(config, turns=turns)
     setup = bench.Setup(config, lookup=lookup, recycling=recycling, waits=waits, hedges=hedges)
     run = simulation(setup, replace(WORLD, share=share), replace(H200, draft=CostCurve({1: step, 8: 2 * step})), tokens=48)
     tally = run.run()  # raises if the answer is not the recorded one
@@ -181,9 +183,24 @@ def test_the_bill_adds_up(config, share, step, waits, hedges, lookup, recycling)
     assert tally.target_busy + tally.wait <= tally.seconds * (1 + 1e-9)
     assert tally.draft_busy <= tally.seconds * (1 + 1e-9)
     assert 0 < tally.first_token <= tally.seconds
-    if not waits or config.mode is not Mode.DUO:
+    if not waits or config.mode is not Mode.DUO or turns == "on":
         assert tally.wait == 0
+    if turns == "on" and config.mode is Mode.DUO:
+        assert tally.hidden == 0
     check_timeline(run)
+
+
+def test_a_draft_in_turns_makes_as_many_steps_as_pay():
+    duo = bench.setups("duo")[0]
+    setup, perfect = replace(duo, config=replace(duo.config, turns="on"), lookup=False, recycling=False), replace(WORLD, share=0.0)
+    cheap = simulation(setup, perfect, flat(0.01, 0.0001), tokens=48).run()
+    assert cheap.tokens / cheap.rounds > 4
+    assert cheap.first_token == pytest.approx(5 * 0.001 + 0.01), "the draft reads the prompt after it"
+    assert cheap.seconds == pytest.approx(5 * (0.001 + 0.0005) + 0.01 * cheap.rounds + cheap.draft_busy)
+    dear = simulation(setup, perfect, flat(0.01, 0.02), tokens=48).run()
+    assert dear.draft_busy == 0
+    never = simulation(replace(setup, waits=False), perfect, flat(0.01, 0.0001), tokens=48).run()
+    assert never.draft_busy == 0
 
 
 def test_our_own_work_between_passes_is_charged():

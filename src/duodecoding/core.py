@@ -22,6 +22,7 @@ from duodecoding.types import EngineConfig, FinishReason, Mode, SamplingParams, 
 FIRST_COVERAGE = 0.8  # chance that a node's guessed children hold the right token, before anything is known
 COVERAGE_RATE = 0.05
 UNFORESEEN = 0.5  # of what guesses promise that no model made, below a token that the draft has not expanded: about so much comes
+CHILDREN = (0.6, 0.2)  # of the chance that a leaf's guesses hold the right one: its best and its second
 PRICES_HOLD = 32  # rounds
 RESTLESS, LOOKS_EVERY = 12, 4  # rounds
 
@@ -168,20 +169,20 @@ class DuoCore:
         if self._steps_left > 0 and self._room > 1:
             self._steps_left -= 1
             return Expand()
-        nodes, expected = self._selection()
-        delay = self._worthwhile_delay(nodes, expected, outlook) if outlook is not None else None
+        nodes, right = self._selection()
+        delay = self._worthwhile_delay(nodes, right, outlook) if outlook is not None else None
         if delay is not None:
             return Wait(delay)
         if not nodes:
             return BARE
         return Verify(*as_pass(nodes))
 
-    def _selection(self) -> tuple[list[Node], float]:
-        """The guesses worth a place in the pass, best first, and how many of them should be right. One beyond the answer's last
-        possible token is not worth it."""
+    def _selection(self) -> tuple[list[Node], list[float]]:
+        """The guesses worth a place in the pass, best first, and their chances to be right, where places have a price. One beyond
+        the answer's last possible token is not worth it."""
         config = self._config
         if not self.guessing or not len(self.tree):  # the first token waits for no price
-            return [], 0.0
+            return [], []
         prices = self._prices() if self._priced else []
         if config.mode is Mode.CHAIN:
             nodes = self.tree.likeliest_path(config.draft_length)
@@ -195,8 +196,8 @@ class DuoCore:
         if prices:
             chances = self.tree.probabilities(nodes)
             count = how_many_nodes(chances, prices, self._cheapest, self._trust.dearest)
-            return nodes[:count], sum(chances[:count])
-        return nodes, 0.0
+            return nodes[:count], chances[:count]
+        return nodes, []
 
     def look_ahead(self) -> None:
         """While a pass runs: what the choice of the next one would have to look up."""
@@ -215,8 +216,8 @@ class DuoCore:
             self._priced_until = self.rounds + PRICES_HOLD
         return self._known_prices
 
-    def _worthwhile_delay(self, nodes: Sequence[Node], expected: float, outlook: Outlook) -> float | None:
-        """How long the draft's next useful guesses take, if they bring more than that."""
+    def _worthwhile_delay(self, nodes: Sequence[Node], right: Sequence[float], outlook: Outlook) -> float | None:
+        """How long the draft's next useful guesses take, if they bring more than that. `right`: chances of `nodes`."""
         if self._config.mode is not Mode.DUO or self._costs is None or not self.drafting or self._room <= 1:
             return None
         coming = [node for node in map(self.tree.find, outlook.expanding) if node is not None and not node.expanded]
@@ -229,9 +230,10 @@ class DuoCore:
         worth = 1.0 if self.tree.root.expanded else UNFORESEEN  # of guesses that are there
         chances = self.tree.probabilities
         free = [worth * sum(chances(list(leaf.children.values()))) for leaf in coming]  # guessed already, by others than the draft
-        more = sum(max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True))
-        now, then = self._prices()[1 + len(nodes)], self._prices()[1 + len(nodes) + 2 * len(coming)]
-        return delay if worth_waiting(worth * expected, now, more, then, delay) else None
+        gains = [max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True)]
+        hoped = [share * gain for gain in gains for share in CHILDREN]
+        waits = worth_waiting([worth * chance for chance in right], hoped, self._prices(), delay)
+        return delay if waits else None
 
     def _next_leaves(self, nodes: Sequence[Node]) -> list[Node]:
         """What the draft will expand next: it knows the root, and until it has expanded that nothing below."""

@@ -22,6 +22,7 @@ from duodecoding.drafters.store import Store
 from duodecoding.drafting import Drafters
 from duodecoding.errors import ContextOverflow, UsageError
 from duodecoding.grammar import Grammars
+from duodecoding.model_files import ModelFile, size_of
 from duodecoding.pace import Pace
 from duodecoding.planner import cores_for_draft
 from duodecoding.remote import RemoteDrafter
@@ -34,6 +35,10 @@ Message = Mapping[str, str]
 Progress = Callable[[str, float], None]  # what is being done, share done
 LoadTarget = Callable[[Path, EngineConfig, Progress], Target]
 FEWEST_CORES = 4  # for two models on one CPU at the same time
+LARGEST_IN_TURN = 0.2  # of the target's file: a draft that takes turns with it. A target that a larger one suits is fast itself
+TOO_FEW = "free guesses only, {cores} cores are too few for a draft model of this size beside a target on the CPU (--turns on, or \
+--threads-draft, forces it)"
+IN_TURN = "draft and target take turns, there are too few cores for both at once"
 MOST_DRAFT_THREADS = 12  # of a small model more threads only wait for each other (benchmarks/results/draft_shapes_xeon.json)
 BRIDGED = "through text, the vocabularies differ"
 
@@ -73,21 +78,21 @@ class LLM:
         if config.gpu_layers == 0 and backends.on_gpu(file.path, config):
             config = replace(config, gpu_layers=-1)  # a torch target; what follows asks only for this
         draft_name = _draft_name(config)
-        draft_file = None
         vocabulary = backends.read_vocabulary(file.path)
-        note = _too_few_cores(config, draft_name)
-        if note:
-            draft_name = "free"
-        if draft_name is not None and draft_name not in FREE_DRAFTS and not config.draft_at:
-            draft_file = models.resolve(draft_name, offline=config.offline)
+        draft_file = _draft_file(config, draft_name)
+        config, note = _with_turns(config, file.path, draft_file.path if draft_file else None)
+        bridged = False
+        if note == TOO_FEW:
+            draft_name, draft_file, note = "free", None, TOO_FEW.format(cores=_cores())
+        if draft_file is not None:
             progress(f"comparing the vocabularies of {file.name} and {draft_file.name}", 0.0)
             other = backends.read_vocabulary(draft_file.path)
             bridged = bool(difference(vocabulary, other, target_name=file.name, draft_name=draft_file.name))
-            note = BRIDGED if bridged else note
+            note = "; ".join(filter(None, (BRIDGED if bridged else "", note)))
             config = share_threads(config)
             draft_name = draft_file.name
         progress(f"loading {draft_name or file.name}", 0.1)
-        bridge = file.path if note == BRIDGED else None
+        bridge = file.path if bridged else None
         drafters = _drafters(config, draft_name, draft_file.path if draft_file else None, vocabulary, bridge)
         try:
             progress(f"loading {file.name}", 0.4)
@@ -108,8 +113,10 @@ class LLM:
         """What `duo profile` stored for this pair and machine, else a first look at the target that takes a moment."""
         stored = measure.load(measure.key(measure.facts(self.config, target, draft, engine=self._target.engine)))
         if stored is not None:
-            return Pace(stored)
-        return Pace(verify=measure.quick_verify(self._target), on_gpu=self.config.gpu_layers != 0)
+            return Pace(_for_turns(stored) if self.in_turn else stored)
+        model = self._drafters.model if self.in_turn else None
+        steps = measure.quick_turns(self._target, model.draft) if model is not None else None
+        return Pace(verify=measure.quick_verify(self._target), draft=steps, on_gpu=self.config.gpu_layers != 0)
 
     def _assemble(
         self, target: Target, drafters: Drafters, config: EngineConfig, model_name: str, draft_name: str | None, note: str = ""
@@ -147,7 +154,13 @@ class LLM:
 
     def use_costs(self, costs: Profile) -> None:
         """Plan with these; every round refines a copy of them."""
-        self._pace = Pace(from_record(to_record(costs), where=costs.name))
+        own = from_record(to_record(costs), where=costs.name)
+        self._pace = Pace(_for_turns(own) if self.in_turn else own)
+
+    @property
+    def in_turn(self) -> bool:
+        """Does a draft model work between the target's passes in mode duo?"""
+        return self.config.mode is Mode.DUO and self._drafters.model is not None
 
     @property
     def speculation(self) -> str:
@@ -168,7 +181,8 @@ class LLM:
         if drafters.remote is not None:
             return Mode.OFF, *OVERLAPPING
         if drafters.model is not None:
-            return Mode.OFF, Mode.CHAIN, Mode.SERIAL
+            in_turns = (Mode.OFF, Mode.CHAIN, Mode.SERIAL)
+            return (*in_turns, Mode.DUO) if self.config.turns == "on" else in_turns
         return tuple(Mode) if drafters.lookup is not None else (Mode.OFF,)
 
     def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Result:
@@ -270,26 +284,47 @@ def _draft_server_name(config: EngineConfig) -> str:
     return f"draft server {config.draft_at}"
 
 
-def _too_few_cores(config: EngineConfig, draft: str | None) -> str:
-    """Why a draft model cannot run beside the target here; empty if it can. Whoever sets the threads knows better."""
-    beside = config.mode in OVERLAPPING and draft not in (None, *FREE_DRAFTS) and not config.draft_at
-    if not beside or config.gpu_layers != 0 or config.threads or config.threads_draft:
-        return ""
+def _draft_file(config: EngineConfig, name: str | None) -> ModelFile | None:
+    """The draft model on this machine. None: there is none."""
+    if name is None or name in FREE_DRAFTS or config.draft_at:
+        return None
+    return models.resolve(name, offline=config.offline)
+
+
+def _with_turns(config: EngineConfig, target: Path, draft: Path | None) -> tuple[EngineConfig, str]:
+    """Whether a draft model works beside the target or in turns with it, and what a person should know of that: `TOO_FEW`, that it
+    cannot work at all. Both on a few cores take turns if the draft is small enough. Whoever sets threads knows better."""
+    if config.mode is not Mode.DUO and config.turns == "on":
+        raise UsageError("--turns is on", f"mode {config.mode} has its own order of work", "Choose --mode duo, or leave it out.")
+    if config.draft_at and config.turns == "on":
+        raise UsageError("--turns is on", "a draft server works while the target does", "Leave out --turns or --draft-at.")
+    if draft is None or config.mode not in OVERLAPPING or config.turns != "auto":
+        return config, IN_TURN if draft is not None and config.turns == "on" else ""
+    if config.gpu_layers != 0 or config.threads or config.threads_draft or _cores() >= FEWEST_CORES:
+        return replace(config, turns="off"), ""
+    if config.mode is Mode.DUO and size_of(draft) <= LARGEST_IN_TURN * size_of(target):
+        return replace(config, turns="on"), IN_TURN
+    return replace(config, turns="off"), TOO_FEW
+
+
+def _for_turns(costs: Profile) -> Profile:
+    """Draft steps at what they take between two passes."""
+    return replace(costs, draft=costs.draft_in_turn)
+
+
+def _cores() -> int:
     from duodecoding.backends.llamacpp import physical_cores
 
-    cores = physical_cores()
-    few = f"free guesses only, {cores} cores are too few for a draft model beside a target on the CPU (--threads-draft forces it)"
-    return few if cores < FEWEST_CORES else ""
+    return physical_cores()
 
 
 def share_threads(config: EngineConfig) -> EngineConfig:
     """Both models on one CPU at the same time: more threads than cores would make each wait for the other's. Beside a GPU a draft
     has the same threads in all modes."""
-    if (config.mode not in OVERLAPPING and config.gpu_layers == 0) or config.threads or config.threads_draft:
+    beside = config.mode in OVERLAPPING and config.turns != "on"
+    if (not beside and config.gpu_layers == 0) or config.threads or config.threads_draft:
         return config
-    from duodecoding.backends.llamacpp import physical_cores
-
-    cores = physical_cores()
+    cores = _cores()
     if config.gpu_layers != 0:
         return replace(config, threads=1, threads_draft=max(1, min(cores - 2, MOST_DRAFT_THREADS)))
     draft = max(1, cores // 4)
@@ -306,11 +341,12 @@ def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabul
     free = _free_drafters(config, vocabulary, noisy=bridge is None) if config.mode is Mode.DUO else Drafters()
     if path is None:
         worker = RemoteDrafter(launch.connect(config.draft_at), vocabulary.size, secret=config.draft_secret)
-    elif config.mode in OVERLAPPING:
+    elif config.mode in OVERLAPPING and config.turns != "on":
         worker = RemoteDrafter(launch.spawn(path, config, cores=_draft_cores(config), bridge=bridge), vocabulary.size)
     else:
         draft = backends.load_draft(path, config)
-        return Drafters(model=BridgeDrafter(draft, vocabulary) if bridge else ModelDrafter(draft, vocab_limit=vocabulary.size))
+        model = BridgeDrafter(draft, vocabulary) if bridge else ModelDrafter(draft, vocab_limit=vocabulary.size)
+        return replace(free, model=model)
     worker.start()  # it loads its model while the caller goes on
     return replace(free, remote=worker)
 

@@ -40,7 +40,7 @@ Clock = Callable[[], float]
 Tell = Callable[[Sequence[Proposal], Sequence[Node]], None]  # guesses of the last step, leaves of the next
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens in a pass
-QUICK_NODES = (1, 2, 4, 8)
+QUICK_NODES = (1, 2, 4, 8, 9, 12, 16)
 QUICK_PADDED = 64  # the largest of the sizes that passes are padded to; usual ones have no more
 CONTEXTS = (128, 512, 2048)
 WIDTHS = (1, 2, 4, 8, 16)  # leaves in a draft step
@@ -50,6 +50,7 @@ REPEATS = 7
 GREEDY = SamplingParams()
 QUICK_CONTEXT = 16
 QUICK_ROUNDS = 3  # of each size
+QUICK_TURNS = 2  # of each width
 QUICK_LIMIT = 0.2  # seconds; after a pass this long no larger one is tried
 SLOW = 0.3  # seconds of a pass
 BRANCHING = 8
@@ -134,6 +135,11 @@ def quick_verify(target: Target, *, clock: Clock = time.perf_counter) -> dict[in
         if seconds > QUICK_LIMIT and len(shortest) > 1:
             break
     return {QUICK_CONTEXT: stepped(fit(list(shortest.items())), target.pass_sizes)}
+
+
+def quick_turns(target: Target, draft: Draft, *, clock: Clock = time.perf_counter) -> CostCurve:
+    """A first look at draft steps between passes."""
+    return fit(list(turn_samples(target, draft, QUICK_CONTEXT, WIDTHS, QUICK_TURNS, clock, GREEDY)))
 
 
 # The target

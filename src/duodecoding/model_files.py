@@ -5,6 +5,7 @@ Knows files, not what is inside a model: only its first bytes are looked at.
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ class ModelFile:
     path: Path
     kind: Literal["gguf", "directory"]
     origin: Origin
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a model that is here, all parts together."""
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    part = _PART.search(path.name)
+    parts = path.parent.glob(f"{glob.escape(path.name[: part.start()])}-*-of-{part[2]}*") if part else (path,)
+    return sum(file.stat().st_size for file in parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,19 +10,27 @@ from duodecoding.planner import Switch
 
 OWN_WORK = {1: 1e-4, 8: 3e-4, 64: 8e-4}  # seconds between two passes, by tokens of a pass, until rounds tell better
 
+READ_RATE = 0.3  # of what is learnt from one more prompt
+
 
 class Pace:
     """What this pair costs on this machine, learnt as it goes, and whether it pays. Outlives the answers."""
 
     def __init__(
-        self, costs: Profile | None = None, *, verify: Mapping[int, CostCurve] | None = None, on_gpu: bool = False
+        self,
+        costs: Profile | None = None,
+        *,
+        verify: Mapping[int, CostCurve] | None = None,
+        draft: CostCurve | None = None,
+        on_gpu: bool = False,
     ) -> None:
-        """From a measured profile, from the target's curves alone, or from nothing."""
+        """From a measured profile, from the curves that are known, or from nothing."""
         guess = guessed_costs(on_gpu)
-        self.costs = costs or (replace(guess, verify=verify) if verify else guess)
+        self.costs = costs or replace(guess, verify=verify or guess.verify, draft=draft or guess.draft)
         if self.costs.host is None:
             self.costs = replace(self.costs, host=CostCurve(OWN_WORK))
-        self._guessed_target, self._guessed_draft = costs is None and not verify, costs is None
+        self._guessed_target, self._guessed_draft = costs is None and not verify, costs is None and draft is None
+        self._guessed_reading = costs is None
         self.switch, self.free_switch = Switch(), Switch()
 
     def target_pass(self, tokens: int, seconds: float, context: int, *, alone: bool) -> None:
@@ -40,6 +48,14 @@ class Pace:
         """Our own work around a pass over so many tokens took so long."""
         if self.costs.host is not None:
             self.costs.host.observe(tokens, max(seconds, SHORTEST))
+
+    def draft_read(self, tokens: int, seconds: float) -> None:
+        """The draft read so much of a prompt, with nobody beside it."""
+        if tokens > 0:
+            known = self.costs.draft_prompt
+            found = seconds / tokens
+            self.costs = replace(self.costs, draft_prompt=found if self._guessed_reading else known + READ_RATE * (found - known))
+            self._guessed_reading = False
 
     def draft_step(self, width: int, seconds: float, context: int) -> None:
         seconds = max(seconds - self.costs.for_context(width, context), SHORTEST)

@@ -93,9 +93,15 @@ def least_chance(verify: Callable[[int], float]) -> float:
     return max(0.0, min((verify(b) - verify(a)) / (b - a) for a, b in pairwise(sizes)) / verify(1))
 
 
-def worth_waiting(expected: float, verify: float, more: float, verify_more: float, delay: float) -> bool:
-    """Decision 2: does waiting `delay` for guesses worth `more` expected tokens beat going now with `expected`?"""
-    return (1 + expected + more) / (verify_more + delay) > (1 + expected) / verify
+def worth_waiting(now: Sequence[float], hoped: Sequence[float], prices: Sequence[float], delay: float) -> bool:
+    """Decision 2: does waiting `delay` for the `hoped` guesses beat going `now`? Both are probabilities; the best of all would be
+    verified, as many as pay, so a better guess may take a worse one's place. `prices`: as in `how_many_nodes`."""
+    least, expected = sum(now, 1.0) / prices[1 + len(now)], 1.0
+    for p, price in zip(sorted([*now, *hoped], reverse=True), prices[2:], strict=False):
+        expected += p
+        if expected > least * (price + delay):
+            return True
+    return False
 
 
 def how_many_leaves(probabilities: Sequence[float], draft: CostCurve, widest: int) -> int:
@@ -189,11 +195,13 @@ def cores_for_draft(allowed: Sequence[int], target_on_gpu: bool) -> tuple[list[i
     return cores, cores  # both compute on the CPU and share it; the switch decides whether that pays
 
 
-def tokens_unread(prompt: int, pass_seconds: float, read_seconds: float) -> int:
-    """Decision 6: tokens at the beginning of a prompt that the draft leaves out, to be ready after a few passes of the target. What
-    comes just before the answer tells it most, and lookup repeats the rest. `read_seconds`: of the draft, for one token."""
-    affordable = READING_PASSES * pass_seconds / read_seconds if read_seconds > 0 else math.inf
-    return int(max(0, prompt - max(LEAST_READ, affordable)))
+def tokens_unread(
+    prompt: int, pass_seconds: float, read_seconds: float, *, passes: float = READING_PASSES, least: int = LEAST_READ
+) -> int:
+    """Decision 6: tokens at the beginning of a prompt that the draft leaves out, to be ready after a few `passes` of the target.
+    What comes just before the answer tells it most, and lookup repeats the rest. `read_seconds`: of the draft, for one token."""
+    affordable = passes * pass_seconds / read_seconds if read_seconds > 0 else math.inf
+    return int(max(0, prompt - max(least, affordable)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from duodecoding.backends.base import Conversation, Target
+from duodecoding.between import Between
 from duodecoding.core import Choose, Committed, DuoCore, Verify, Wait, places, walk
 from duodecoding.drafters.recycling import FEW_VISITS, VISITS
 from duodecoding.drafting import Drafters, guess_for_free, model_guessed, recycle
@@ -59,12 +60,23 @@ class Meter:
 
 
 def take_turns(
-    core: DuoCore, target: Target, conversation: Conversation, drafters: Drafters, meter: Meter, pace: Pace
+    core: DuoCore,
+    target: Target,
+    conversation: Conversation,
+    drafters: Drafters,
+    meter: Meter,
+    pace: Pace,
+    between: Between | None = None,
 ) -> Iterator[list[Committed]]:
-    """Draft, verify, draft, verify: one processor at a time. Yields the tokens of each round."""
+    """Draft, verify, draft, verify: one processor at a time. Yields the tokens of each round. `between`: a draft that makes as many
+    steps as pay, not as many as the mode says; `drafters` are those without a model then."""
     untold: list[int] = []  # committed, not said to the drafters yet
     began, looking = time.perf_counter(), 0.0  # this round; seconds of it in which guesses were looked for that no model makes
-    while (work := core.step()) is not None:
+    drafting = 0.0  # seconds of it that `between` took
+    while (work := core.step(between.outlook() if between is not None else None)) is not None:
+        if isinstance(work, Wait) and between is not None:
+            drafting += between.step()
+            continue
         if not isinstance(work, Verify):
             draft_step(core, drafters, meter)
             continue
@@ -75,17 +87,22 @@ def take_turns(
         settle(conversation, work, gained, meter)
         if core.uses_drafts and meter.rounds > 1:  # the first pass read the prompt
             whole = time.perf_counter() - began
-            turn = Turn(len(work.nodes), len(gained), root, seconds, whole, looking, drafted=drafters.model is not None)
+            turn = Turn(len(work.nodes), len(gained), root, seconds, whole, looking, drafting, drafted=drafters.model is not None)
             learn_from_turn(core, pace, turn)
+        meter.draft_busy += drafting
         yield gained
-        began, looking = time.perf_counter(), 0.0
+        if between is not None and core.finish_reason is None:
+            between.start()
+            between.commit([committed.token for committed in gained])
+        began, looking, drafting = time.perf_counter(), 0.0, 0.0
         if core.finish_reason is None and core.uses_drafts:
             untold += [committed.token for committed in gained]
             if drafters.model is not None or core.looking:
                 drafters.commit(untold)
                 untold = []
                 guess_for_free(core, drafters)
-                looking = time.perf_counter() - began if drafters.model is None else 0.0
+                drafts = drafters.model is not None or (between is not None and core.drafting)
+                looking = 0.0 if drafts else time.perf_counter() - began
     if untold:
         drafters.commit(untold)
 
@@ -99,14 +116,15 @@ class Turn(NamedTuple):
     pass_seconds: float
     seconds: float  # of the whole round
     looking: float  # of these, for guesses that no model makes
-    drafted: bool  # a draft model had a part in it
+    drafting: float  # of these, for guesses between two passes
+    drafted: bool  # a draft model had a part in it that was not timed
 
 
 def learn_from_turn(core: DuoCore, pace: Pace, turn: Turn) -> None:
     if turn.guesses or not core.guessing or core.rounds % PLAIN_TOLD == 0:
         pace.target_pass(1 + turn.guesses, turn.pass_seconds, turn.context, alone=True)
         if not turn.drafted:
-            pace.between(1 + turn.guesses, turn.seconds - turn.pass_seconds - turn.looking)
+            pace.between(1 + turn.guesses, turn.seconds - turn.pass_seconds - turn.looking - turn.drafting)
         core.round_took(turn.gained, turn.seconds)
     if turn.looking:
         core.looked(turn.gained, turn.seconds)

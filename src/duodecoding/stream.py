@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from duodecoding.backends.base import Target
+from duodecoding.between import Between
 from duodecoding.core import Committed, DuoCore
 from duodecoding.drafting import Drafters, growth_of, growth_plan
 from duodecoding.errors import Interrupted, UsageError
@@ -129,6 +130,11 @@ class Stream:
             conversation.sampler.constraint = self._constraint
         self._reused = conversation.reused
         unread = tokens_unread(len(prompt), pace.costs.verify_cost(1, len(prompt)), pace.costs.draft_prompt)
+        if worker is None and config.mode is Mode.DUO and drafters.model is not None:
+            free = drafters.free
+            free.open(prompt, params, growth_of(config))
+            between = Between(core, drafters.model, free, config, pace, meter.timeline, prompt, params)
+            return take_turns(core, target, conversation, free, meter, pace, between)
         if worker is None:
             if core.uses_drafts:
                 drafters.open(prompt, params, growth_of(config), unread)

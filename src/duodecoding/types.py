@@ -96,6 +96,7 @@ class EngineConfig:
     draft_length: int = 4  # nodes on one guessed path (chain), draft steps a round (serial)
     draft_width: int = 4  # leaves per draft step at most
     max_nodes: int = 63  # guesses per target pass at most: with the root they fill a GPU's tile of 64 rows; measured costs lower it
+    turns: Literal["auto", "on", "off"] = "auto"  # duo: a draft model works between passes, or beside them; auto: by cores, sizes
     draft_at: str = ""  # HOST:PORT of a draft server, instead of a draft on this machine (lockstep, duo)
     draft_secret: str = field(default="", repr=False)  # that the server asks for
     branching: int = 8  # guesses kept of an expanded leaf

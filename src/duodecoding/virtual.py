@@ -15,13 +15,14 @@ from importlib import resources
 from pathlib import Path
 
 from duodecoding.backends.base import Draft, Leaf
+from duodecoding.between import LEAST_READ, READING_PASSES
 from duodecoding.core import Choose, DuoCore, Verify, Wait, walk
 from duodecoding.costs import CostCurve, Profile, from_record
 from duodecoding.drafters.growth import BestFirst, Chains, Growth
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.drafting import LEAF_FLOOR, Drafters, guess_for_free, model_guessed, recycle
 from duodecoding.errors import UsageError
-from duodecoding.planner import DraftClock, Switch, tokens_unread
+from duodecoding.planner import DraftClock, Outlook, Switch, tokens_unread
 from duodecoding.sampling import Choice, Guess, Sampler
 from duodecoding.trace import Did, Lane, Timeline
 from duodecoding.tree import ROOT, Node, PassNode, Proposal
@@ -237,7 +238,12 @@ class Simulation:
     @property
     def _unread(self) -> int:
         prompt, costs = len(self.recording.prompt), self.profile
-        return tokens_unread(prompt, costs.verify_cost(1, prompt), costs.draft_prompt)
+        limits = {"passes": READING_PASSES, "least": LEAST_READ} if self._in_turn else {}
+        return tokens_unread(prompt, costs.verify_cost(1, prompt), costs.draft_prompt, **limits)
+
+    @property
+    def _in_turn(self) -> bool:
+        return self.config.mode is Mode.DUO and self.config.turns == "on"
 
     @property
     def _draft_curve(self) -> CostCurve:
@@ -328,10 +334,14 @@ class Simulation:
 
     def _duo(self, core: DuoCore) -> None:
         profile, config = self.profile, self.config
-        best = BestFirst(config.draft_width, curve=self._draft_curve, branching=config.branching, floor=LEAF_FLOOR)
-        drafter = self._open(self.growth or best)
-        if drafter is None:
+        curve = profile.draft_in_turn if self._in_turn else self._draft_curve
+        best = BestFirst(config.draft_width, curve=curve, branching=config.branching, floor=LEAF_FLOOR)
+        if self.drafter is None:
             return self._turns(core)
+        if self._in_turn:
+            return self._between(core, self.drafter, self.growth or best)
+        drafter = self._open(self.growth or best)
+        assert drafter is not None
         unread = self._unread
         draft = DraftActor(drafter, profile, self._draft_ready, unread)
         clock = DraftClock(lambda leaves: profile.draft_cost(leaves, core.tree.position - unread), profile.latency)
@@ -355,6 +365,31 @@ class Simulation:
                 guess_for_free(core, self.free)
         self._count_hidden(draft)
         return None
+
+    def _between(self, core: DuoCore, drafter: ModelDrafter, growth: Growth) -> None:
+        """Mode duo where draft and target take turns: as many steps as pay. The draft reads the prompt after the first token."""
+        profile, opened, began = self.profile, False, self.now
+        while True:
+            leaves = drafter.next_leaves() if opened and core.drafting and self.waits else []
+            context = core.tree.position - self._unread
+            takes = profile.draft_cost(len(leaves), context, in_turn=True) if leaves else 0.0
+            work = core.step(Outlook(takes, tuple(leaf.key for leaf in leaves), takes) if leaves else None)
+            if isinstance(work, Wait):
+                self.now += self._step(self.now, leaves, in_turn=True)
+                model_guessed(core, self.free, drafter.grow(leaves))
+                recycle(core, self.free)
+            elif isinstance(work, Verify):
+                self._pass(core, work)
+                gained = self._commit(core, work)
+                core.round_took(len(gained), self.now - began)
+                if not opened:
+                    self._open(growth)
+                    opened, self.now = True, self.now + self._draft_ready
+                drafter.commit(gained)
+                began = self.now
+                guess_for_free(core, self.free)
+            else:
+                return
 
     def _listen(self, core: DuoCore, draft: DraftActor, clock: DraftClock) -> None:
         for when, proposals, expanding in draft.arrived(self.now):

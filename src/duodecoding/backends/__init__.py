@@ -115,7 +115,8 @@ def _awake(config: EngineConfig) -> float:
     """Seconds that a draft's threads look for more work: through a pass on the GPU; hardly where the target wants their cores."""
     if config.gpu_layers != 0:
         return BESIDE_GPU
-    return BESIDE_TARGET if config.mode in (Mode.LOCKSTEP, Mode.DUO) else IN_TURN
+    beside = config.mode is Mode.LOCKSTEP or (config.mode is Mode.DUO and config.turns != "on")
+    return BESIDE_TARGET if beside else IN_TURN
 
 
 def _gguf(path: Path) -> Path:

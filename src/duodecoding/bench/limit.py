@@ -82,6 +82,8 @@ def _setup(name: str, journal: Journal) -> Setup:
 def _settings(journal: Journal, name: str, chosen: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     if name in chosen:
         return dict(chosen[name])
+    if name == Mode.DUO and any(a.turn_seconds for a in journal.answers if a.who == name):
+        return {"turns": "on"}
     if name in (Mode.CHAIN, Mode.SERIAL):
         return {key: journal.settings["settings"][key] for key in ("draft_length", "draft_width")}
     return {}

@@ -34,6 +34,8 @@ ENGINE_HELP = {
     "max_nodes": "With a tree: most guesses verified in one pass.",
     "draft_at": "HOST:PORT of a draft server on another machine, instead of a draft here (modes lockstep and duo).",
     "draft_secret": "The secret that the draft server asks for. Better set by the environment variable, which others cannot see.",
+    "turns": "In mode duo: the draft model works between the target's passes (on) or beside them (off). auto: beside, unless it "
+    "shares few cores with the target.",
     "draft_engine": "What runs the draft. auto: our own engine where it can (Llama, Qwen 2 and 3), else llama.cpp.",
     "backend": "What runs the target. auto: torch for transformers models; for GGUF our own engine where it can, else llama.cpp.",
     "device": "torch: cpu, cuda or cuda:N. auto: a GPU if there is one.",

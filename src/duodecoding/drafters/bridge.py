@@ -52,6 +52,9 @@ class BridgeDrafter(ModelDrafter):
         # Noise, penalties and biases belong to the target's ids; the draft's own ids mean other tokens.
         super().open(prompt, SamplingParams(), growth, unread)
 
+    def can_read(self, tokens: Sequence[int], position: int) -> bool:
+        return position < self._draft.context - 1 and min(tokens) >= 0 and max(tokens) < self._target.size
+
     def _start(self, prompt: Sequence[int], unread: int) -> None:
         self._links = count(1)
         self._reset(self._read_prompt(prompt[unread:]), b"")

@@ -29,6 +29,14 @@ class ModelDrafter:
         self._knows_more = self._vocab_limit < draft.vocabulary.size
         self.calibration = Calibration()
 
+    @property
+    def draft(self) -> Draft:
+        return self._draft
+
+    def can_read(self, tokens: Sequence[int], position: int) -> bool:
+        """Are these tokens, the last of them at `position`, within the draft's vocabulary and context, with room for a guess?"""
+        return position < self._draft.context - 1 and min(tokens) >= 0 and max(tokens) < self._draft.vocabulary.size
+
     def open(self, prompt: Sequence[int], params: SamplingParams, growth: Growth, unread: int = 0) -> None:
         """`unread`: tokens at the prompt's beginning that the model does not see."""
         self._start(prompt, unread)
