@@ -188,7 +188,20 @@ def test_the_quick_look():
     assert {n: pytest.approx(y, rel=0.05) for n, y in curve.points.items()} == {
         n: 0.010 + 0.001 * (n - 1) for n in measure.QUICK_NODES
     }
-    assert clock.now < 0.2
+    assert clock.now < 0.25, "25 bare passes"
+
+
+def test_a_quick_look_ends_where_guesses_can_no_longer_pay():
+    target, _, clock = timed()
+    really = target.verify
+
+    def dear(work):
+        clock.now += 0.012 * len(work[0][1])
+        return really(work)
+
+    target.verify = dear
+    (curve,) = measure.quick_verify(target, clock=clock).values()
+    assert max(curve.points) == 4, "a pass over four takes more than four bare ones"
 
 
 def test_passes_that_are_padded_are_measured_at_their_sizes():

@@ -15,6 +15,7 @@ import socket
 import statistics
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ from duodecoding.costs import CostCurve, Floor, Longer, Profile, fit, from_recor
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
 from duodecoding.errors import UsageError
+from duodecoding.planner import DEAREST
 from duodecoding.tree import ROOT, Node, PassNode, Proposal
 from duodecoding.types import EngineConfig, SamplingParams
 from duodecoding.wire import Nodes, main_side, worker_side
@@ -40,7 +42,7 @@ Clock = Callable[[], float]
 Tell = Callable[[Sequence[Proposal], Sequence[Node]], None]  # guesses of the last step, leaves of the next
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens in a pass
-QUICK_NODES = (1, 2, 4, 8, 9, 12, 16)
+QUICK_NODES = (1, 2, 4, 8, 9, 16)
 QUICK_PADDED = 64  # the largest of the sizes that passes are padded to; usual ones have no more
 CONTEXTS = (128, 512, 2048)
 WIDTHS = (1, 2, 4, 8, 16)  # leaves in a draft step
@@ -49,7 +51,8 @@ WIDEST_IN_TURN = 4  # leaves: no mode has more there
 REPEATS = 7
 GREEDY = SamplingParams()
 QUICK_CONTEXT = 16
-QUICK_ROUNDS = 3  # of each size
+QUICK_ROUNDS, FEWER_ROUNDS = 3, 2  # of each size; of those that are rare
+RARE = 8  # tokens in a pass: more are
 QUICK_TURNS = 2  # of each width
 QUICK_LIMIT = 0.2  # seconds; after a pass this long no larger one is tried
 SLOW = 0.3  # seconds of a pass
@@ -129,11 +132,14 @@ def quick_verify(target: Target, *, clock: Clock = time.perf_counter) -> dict[in
     _round(target, conversation, 1, clock)  # reads the prompt and warms up
     shortest: dict[int, float] = {}
     sizes = tuple(size for size in target.pass_sizes if size <= QUICK_PADDED) or QUICK_NODES
-    for n in (n for n in sizes for _ in range(QUICK_ROUNDS)):  # caches are warm behind a pass of its kind
+    many = target.pass_sizes or sizes[: bisect_right(sizes, RARE)]  # worth being sure of
+    for n in (
+        n for n in sizes for _ in range(QUICK_ROUNDS if n in many else FEWER_ROUNDS)
+    ):  # caches are warm behind one of its kind
         seconds = _round(target, conversation, n, clock)
         shortest[n] = min(shortest.get(n, seconds), seconds)  # what disturbs a pass makes it longer, never shorter
-        if seconds > QUICK_LIMIT and len(shortest) > 1:
-            break
+        if (seconds > QUICK_LIMIT and len(shortest) > 1) or (not target.overlaps and seconds > DEAREST * shortest[min(shortest)]):
+            break  # no guesses are worth a pass that long
     return {QUICK_CONTEXT: stepped(fit(list(shortest.items())), target.pass_sizes)}
 
 
