@@ -15,7 +15,6 @@ import socket
 import statistics
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -132,14 +131,13 @@ def quick_verify(target: Target, *, clock: Clock = time.perf_counter) -> dict[in
     _round(target, conversation, 1, clock)  # reads the prompt and warms up
     shortest: dict[int, float] = {}
     sizes = tuple(size for size in target.pass_sizes if size <= QUICK_PADDED) or QUICK_NODES
-    many = target.pass_sizes or sizes[: bisect_right(sizes, RARE)]  # worth being sure of
-    for n in (
-        n for n in sizes for _ in range(QUICK_ROUNDS if n in many else FEWER_ROUNDS)
-    ):  # caches are warm behind one of its kind
-        seconds = _round(target, conversation, n, clock)
+    padded = bool(target.pass_sizes)
+    for n in (size for size in sizes for _ in range(QUICK_ROUNDS if padded or size <= RARE else FEWER_ROUNDS)):
+        seconds = _round(target, conversation, n, clock)  # caches are warm behind a pass of its kind
         shortest[n] = min(shortest.get(n, seconds), seconds)  # what disturbs a pass makes it longer, never shorter
-        if (seconds > QUICK_LIMIT and len(shortest) > 1) or (not target.overlaps and seconds > DEAREST * shortest[min(shortest)]):
-            break  # no guesses are worth a pass that long
+        dear = not padded and seconds > DEAREST * shortest[1]  # no guesses are worth it
+        if len(shortest) > 1 and (dear or seconds > QUICK_LIMIT):
+            break
     return {QUICK_CONTEXT: stepped(fit(list(shortest.items())), target.pass_sizes)}
 
 
