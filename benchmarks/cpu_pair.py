@@ -104,7 +104,7 @@ def main() -> None:
     pace = engines["duo"]._pace.costs
     common.write(
         given.name,
-        {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()},
+        vars(given) | {"model": Path(given.model).name, "draft": Path(given.draft).name},
         {
             "times as fast as off": {name: mean_ratio(times, name) for name in engines},
             "mean of each session": by_session,

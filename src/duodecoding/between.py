@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from duodecoding.core import DuoCore
 from duodecoding.drafters.growth import BestFirst
 from duodecoding.drafters.model import ModelDrafter
-from duodecoding.drafting import LEAF_FLOOR, Drafters, model_guessed, recycle
+from duodecoding.drafting import LEAF_FLOOR, Drafters, model_guessed
 from duodecoding.pace import Pace
 from duodecoding.planner import Outlook, tokens_unread
 from duodecoding.trace import Did, Lane, Timeline
@@ -78,18 +78,21 @@ class Between:
         if not self._leaves:
             return None
         takes = self._pace.costs.draft_cost(len(self._leaves), self._context)
-        return Outlook(takes, tuple(leaf.key for leaf in self._leaves), takes)
+        first = self._pace.first_step if not self._core.tree.root.expanded else 0.0
+        return Outlook(first or takes, tuple(leaf.key for leaf in self._leaves), takes)
 
     def step(self) -> float:
         """Draft what `outlook` spoke of. Seconds that it took."""
-        begin = time.perf_counter()
+        begin, first = time.perf_counter(), not self._core.tree.root.expanded
         guesses = self._model.grow(self._leaves)
         drafted = time.perf_counter()
         model_guessed(self._core, self._free, guesses)
-        recycle(self._core, self._free)
         self._timeline.span(Lane.DRAFT, Did.STEP, begin, drafted, leaves=len(self._leaves))
         seconds = time.perf_counter() - begin
-        self._pace.draft_step(len(self._leaves), seconds, self._context)
+        if first:
+            self._pace.draft_began(seconds)
+        else:
+            self._pace.draft_step(len(self._leaves), seconds, self._context)
         return seconds
 
     @property

@@ -23,6 +23,7 @@ FIRST_COVERAGE = 0.8  # chance that a node's guessed children hold the right tok
 COVERAGE_RATE = 0.05
 UNFORESEEN = 0.5  # of what guesses promise that no model made, below a token that the draft has not expanded: about so much comes
 CHILDREN = (0.6, 0.2)  # of the chance that a leaf's guesses hold the right one: its best and its second
+STEPS_AHEAD = 3  # draft steps: a dear first one may pay by those behind it
 PRICES_HOLD = 32  # rounds
 RESTLESS, LOOKS_EVERY = 12, 4  # rounds
 
@@ -232,8 +233,13 @@ class DuoCore:
         free = [worth * sum(chances(list(leaf.children.values()))) for leaf in coming]  # guessed already, by others than the draft
         gains = [max(0.0, self._coverage * p - there) for p, there in zip(chances(coming), free, strict=True)]
         hoped = [share * gain for gain in gains for share in CHILDREN]
-        waits = worth_waiting([worth * chance for chance in right], hoped, self._prices(), delay)
-        return delay if waits else None
+        now, prices, tip = [worth * chance for chance in right], self._prices(), max(hoped, default=0.0)
+        for ahead in range(STEPS_AHEAD):
+            if worth_waiting(now, hoped, prices, delay + ahead * outlook.step):
+                return delay
+            tip *= CHILDREN[0]
+            hoped.append(tip)  # below the best of what comes
+        return None
 
     def _next_leaves(self, nodes: Sequence[Node]) -> list[Node]:
         """What the draft will expand next: it knows the root, and until it has expanded that nothing below."""

@@ -11,6 +11,7 @@ from duodecoding.planner import Switch
 OWN_WORK = {1: 1e-4, 8: 3e-4, 64: 8e-4}  # seconds between two passes, by tokens of a pass, until rounds tell better
 
 READ_RATE = 0.3  # of what is learnt from one more prompt
+RATE = 0.1  # from one more first step
 
 
 class Pace:
@@ -31,6 +32,7 @@ class Pace:
             self.costs = replace(self.costs, host=CostCurve(OWN_WORK))
         self._guessed_target, self._guessed_draft = costs is None and not verify, costs is None and draft is None
         self._guessed_reading = costs is None
+        self.first_step = 0.0  # seconds of a round's first draft step between passes; 0: none was made yet
         self.switch, self.free_switch = Switch(), Switch()
 
     def target_pass(self, tokens: int, seconds: float, context: int, *, alone: bool) -> None:
@@ -56,6 +58,10 @@ class Pace:
             found = seconds / tokens
             self.costs = replace(self.costs, draft_prompt=found if self._guessed_reading else known + READ_RATE * (found - known))
             self._guessed_reading = False
+
+    def draft_began(self, seconds: float) -> None:
+        """The first draft step of a round between passes took so long: caches are cold, and it reads what was committed."""
+        self.first_step += RATE * (seconds - self.first_step) if self.first_step else seconds
 
     def draft_step(self, width: int, seconds: float, context: int) -> None:
         seconds = max(seconds - self.costs.for_context(width, context), SHORTEST)

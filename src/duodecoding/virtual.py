@@ -377,7 +377,6 @@ class Simulation:
             if isinstance(work, Wait):
                 self.now += self._step(self.now, leaves, in_turn=True)
                 model_guessed(core, self.free, drafter.grow(leaves))
-                recycle(core, self.free)
             elif isinstance(work, Verify):
                 self._pass(core, work)
                 gained = self._commit(core, work)
