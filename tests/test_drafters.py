@@ -82,6 +82,17 @@ def test_no_guess_beyond_the_target_s_vocabulary() -> None:
     assert [proposal.token for proposal in grown(drafter)] == [17, 16]
 
 
+def test_a_path_too_unlikely_for_a_float_grows_too() -> None:
+    """Where nobody sets a floor, as while steps are timed, a draft without any idea gets that far."""
+    drafter = ModelDrafter(World().draft())
+    drafter.open([0, 5, 7], SamplingParams(), BestFirst(1))
+    drafter.grow(drafter.next_leaves())
+    [leaf] = drafter.next_leaves()
+    leaf.logp = -1e4
+    assert drafter._tree.probability(leaf) == 0
+    assert drafter.grow([leaf])
+
+
 def test_growth_ends_with_the_draft_s_context() -> None:
     world = World(draft_context=6, prompt=(0, 5, 7), share=0.0)
     draft = world.draft()

@@ -16,7 +16,7 @@ import numpy as np
 from duodecoding import backends, measure, models
 from duodecoding.backends.base import Draft, Target
 from duodecoding.backends.llamacpp import physical_cores
-from duodecoding.bench.simulate import Setup, Study, record, setups, speedup
+from duodecoding.bench.simulate import Study, record, setups, speedup
 from duodecoding.costs import CostCurve, Profile
 from duodecoding.drafters.bridge import BridgeDrafter
 from duodecoding.drafters.growth import BestFirst
@@ -212,7 +212,9 @@ class _Judge:
         found = {}
         try:
             for profile in (worth.costs, *self.profiles):
-                setup = Setup(EngineConfig(mode=Mode.SERIAL)) if worth.turns and profile is worth.costs else setups(Mode.DUO)[0]
+                setup = setups(Mode.DUO)[0]
+                if worth.turns and profile is worth.costs:
+                    setup = replace(setup, config=replace(setup.config, turns="on"))
                 steps = CostCurve({w: s * worth.steps for w, s in profile.draft.points.items()})
 
                 def tell(share: float, name: str = profile.name) -> None:

@@ -68,7 +68,7 @@ class ModelDrafter:
         """One draft step. Guesses come with calibrated probabilities."""
         grown: list[Proposal] = []
         add, keys, said, calibrated, source = self._tree.add, self._keys, self._said, self.calibration, Source.MODEL
-        floors = [min(FAIR, max(FAINT, FAINT_PATH / self._tree.probability(node))) for node in leaves]
+        floors = [min(FAIR, max(FAINT, FAINT_PATH / max(self._tree.probability(node), FAINT))) for node in leaves]
         for node, least, guesses in zip(leaves, floors, self._guesses(leaves, floors), strict=True):
             node.expanded = True
             parent, children = node.key, node.children
