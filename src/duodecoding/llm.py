@@ -24,7 +24,7 @@ from duodecoding.errors import ContextOverflow, UsageError
 from duodecoding.grammar import Grammars
 from duodecoding.model_files import ModelFile, size_of
 from duodecoding.pace import Pace
-from duodecoding.planner import cores_for_draft
+from duodecoding.planner import Switch, cores_for_draft
 from duodecoding.remote import RemoteDrafter
 from duodecoding.sampling import Constraint
 from duodecoding.stream import OVERLAPPING, Stream
@@ -36,6 +36,7 @@ Progress = Callable[[str, float], None]  # what is being done, share done
 LoadTarget = Callable[[Path, EngineConfig, Progress], Target]
 FEWEST_CORES = 4  # for two models on one CPU at the same time
 LARGEST_IN_TURN = 0.2  # of the target's file: a draft that takes turns with it. A target that a larger one suits is fast itself
+LIMIT_IN_TURN = 6.0  # tokens lost before drafting in turns pauses for the first time
 TOO_FEW = "free guesses only, {cores} cores are too few for a draft model of this size beside a target on the CPU (--turns on, or \
 --threads-draft, forces it)"
 IN_TURN = "draft and target take turns, there are too few cores for both at once"
@@ -104,6 +105,7 @@ class LLM:
         if config.mode is not Mode.OFF:
             progress("measuring what a pass costs here", 0.9)
             self._pace = self._measured(file.path, draft_file.path if draft_file else None)
+            self._pace.switch = self._switch()
         if target.overlaps:  # a look for garbage among all that loading left behind takes half a second, in the midst of an answer
             gc.collect()
             gc.freeze()
@@ -156,6 +158,11 @@ class LLM:
         """Plan with these; every round refines a copy of them."""
         own = from_record(to_record(costs), where=costs.name)
         self._pace = Pace(_for_turns(own) if self.in_turn else own)
+        self._pace.switch = self._switch()
+
+    def _switch(self) -> Switch:
+        """In turns a round in vain costs several times what it does beside a target, so as much bad luck takes a larger loss."""
+        return Switch(limit=LIMIT_IN_TURN) if self.in_turn else Switch()
 
     @property
     def in_turn(self) -> bool:
