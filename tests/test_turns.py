@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from duodecoding.core import DuoCore
 from duodecoding.costs import CostCurve
 from duodecoding.errors import UsageError
 from duodecoding.model_files import size_of
-from duodecoding.pace import Pace
+from duodecoding.pace import Pace, guessed_costs
 from duodecoding.trace import Did, Lane
 from duodecoding.types import EngineConfig, Mode
 
@@ -236,12 +237,15 @@ def test_turns_that_cannot_be_taken_are_refused(settings: dict[str, Any], why: s
 
 
 def test_a_real_pair_in_turns(model_path: Path) -> None:
-    """Whose draft reads, drafts, copies and recycles in one process; the answer is that of plain decoding."""
+    """Whose draft reads, drafts, copies and recycles in one process; the answer is that of plain decoding. With prices at which
+    drafting always pays: what it takes here depends on who else is busy."""
+    always = replace(guessed_costs(on_gpu=False), verify={512: CostCurve({1: 1.0, 64: 1.01})}, draft=CostCurve({1: 1e-5, 16: 2e-5}))
     params = SamplingParams(max_tokens=48, temperature=0.8, seed=3)
     prompt = "The three largest rivers of Europe are"
     with LLM(str(model_path), draft="none", mode=Mode.OFF, ctx_size=512) as plain:
         expected = plain.generate(prompt, params)
     with LLM(str(model_path), draft="smollm2-draft", turns="on", ctx_size=512) as duo:
+        duo.use_costs(always)
         assert duo.drafters.remote is None
         assert duo.in_turn
         assert duo.modes == (Mode.OFF, Mode.CHAIN, Mode.SERIAL, Mode.DUO)

@@ -328,8 +328,7 @@ def _cores() -> int:
 def share_threads(config: EngineConfig) -> EngineConfig:
     """Both models on one CPU at the same time: more threads than cores would make each wait for the other's. Beside a GPU a draft
     has the same threads in all modes."""
-    beside = config.mode in OVERLAPPING and config.turns != "on"
-    if (not beside and config.gpu_layers == 0) or config.threads or config.threads_draft:
+    if (not config.beside and config.gpu_layers == 0) or config.threads or config.threads_draft:
         return config
     cores = _cores()
     if config.gpu_layers != 0:
@@ -348,7 +347,7 @@ def _drafters(config: EngineConfig, name: str | None, path: Path | None, vocabul
     free = _free_drafters(config, vocabulary, noisy=bridge is None) if config.mode is Mode.DUO else Drafters()
     if path is None:
         worker = RemoteDrafter(launch.connect(config.draft_at), vocabulary.size, secret=config.draft_secret)
-    elif config.mode in OVERLAPPING and config.turns != "on":
+    elif config.beside:
         worker = RemoteDrafter(launch.spawn(path, config, cores=_draft_cores(config), bridge=bridge), vocabulary.size)
     else:
         draft = backends.load_draft(path, config)

@@ -122,6 +122,12 @@ class EngineConfig:
         _check("draft_width", self.draft_width, 1 <= self.draft_width <= 16, "between 1 and 16")
         _check("keep_mb", self.keep_mb, self.keep_mb >= 0, "0 (keep none) or more")
         _check("max_nodes", self.max_nodes, 1 <= self.max_nodes <= 128, "between 1 and 128")
+        _check("turns", self.turns, self.turns in ("auto", "on", "off"), "auto, on or off")
+
+    @property
+    def beside(self) -> bool:
+        """Does a draft model work while the target does, in a process of its own?"""
+        return self.mode is Mode.LOCKSTEP or (self.mode is Mode.DUO and self.turns != "on")
 
 
 @dataclass(frozen=True, slots=True)

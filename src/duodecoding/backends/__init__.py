@@ -8,7 +8,7 @@ from pathlib import Path
 
 from duodecoding.backends.base import Draft, Target, Vocabulary
 from duodecoding.errors import BackendMissing, UsageError
-from duodecoding.types import EngineConfig, Mode
+from duodecoding.types import EngineConfig
 
 BESIDE_GPU, BESIDE_TARGET, IN_TURN = 0.03, 0.002, 0.00005  # seconds
 
@@ -115,8 +115,7 @@ def _awake(config: EngineConfig) -> float:
     """Seconds that a draft's threads look for more work: through a pass on the GPU; hardly where the target wants their cores."""
     if config.gpu_layers != 0:
         return BESIDE_GPU
-    beside = config.mode is Mode.LOCKSTEP or (config.mode is Mode.DUO and config.turns != "on")
-    return BESIDE_TARGET if beside else IN_TURN
+    return BESIDE_TARGET if config.beside else IN_TURN
 
 
 def _gguf(path: Path) -> Path:
